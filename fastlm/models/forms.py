@@ -1,0 +1,107 @@
+"""The forms of stock code that fastlm replaces, by fingerprint, and what each form computes.
+
+A row is one way of writing a layer; several families share it. Hashes are those of ``fingerprint.py``; the first column
+of each table is transformers 5.17, the second 5.24 (where past_key_values is named cache). Adding a family is adding
+the hashes that ``python -m fastlm.models.fingerprint NAME`` prints, once its form is known to be one of these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = [
+    "ATTENTION",
+    "BACKBONE",
+    "DECODER_LAYER",
+    "HEAD",
+    "MLP",
+    "NORM",
+    "AttentionForm",
+    "MLPForm",
+    "NormForm",
+]
+
+
+@dataclass(frozen=True)
+class NormForm:
+    """RMS norm: where its epsilon lives, what is added to the weight, and when the result is rounded."""
+
+    epsilon: Literal["variance_epsilon", "eps"]
+    offset: float
+    cast_before_scale: bool
+
+
+@dataclass(frozen=True)
+class MLPForm:
+    """Gated MLP: two projections or one that holds both halves (gate first), and the activation's attribute."""
+
+    packed: bool
+    activation: Literal["act_fn", "activation_fn"]
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """Causal self-attention with rotary embeddings over half of each head, or over its first rotated part.
+
+    packed: one qkv_proj instead of three projections.
+    head_norm: q_norm and k_norm over each head before the rotation.
+    window: where the sliding window's length lives (the config, the module, or nowhere).
+    softcap: whether the scores are capped by ``attn_logit_softcapping``.
+    """
+
+    packed: bool = False
+    head_norm: bool = False
+    window: Literal["config", "module"] | None = None
+    softcap: bool = False
+
+
+_LLAMA_NORM = NormForm("variance_epsilon", 0.0, True)
+_GEMMA_NORM = NormForm("eps", 1.0, False)
+
+NORM: dict[str, NormForm] = {
+    "8fd5cbf7d7397bd9": _LLAMA_NORM,  # llama, mistral, qwen2, qwen3, phi3
+    "c10ea6f887e2fb97": _GEMMA_NORM,  # gemma, gemma2, gemma3
+}
+
+MLP: dict[str, MLPForm] = {
+    "72b5cca9a7e33877": MLPForm(False, "act_fn"),  # llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3
+    "21f4cd772e77991a": MLPForm(True, "activation_fn"),  # phi3
+}
+
+
+def _both(form: AttentionForm, *hashes: str) -> dict[str, AttentionForm]:
+    return dict.fromkeys(hashes, form)
+
+
+ATTENTION: dict[str, AttentionForm] = {
+    **_both(AttentionForm(), "47a5284d30d59a18", "f4cf3f351f85e5f3"),  # llama, gemma
+    **_both(AttentionForm(window="config"), "ee1387bbe25b7f66", "42d0cae3d1d2c77b"),  # mistral
+    **_both(AttentionForm(window="module"), "6d0bb1e91bc85fe2", "1fa6890c860d4438"),  # qwen2
+    **_both(AttentionForm(window="module", head_norm=True), "5d987f99da212982", "8d853fb63b93a8ee"),  # qwen3
+    **_both(AttentionForm(window="module", softcap=True), "5eb3b0d0de517e3c", "5f2303ecc959b831"),  # gemma2
+    **_both(AttentionForm(window="module", head_norm=True), "9b1176ea10daf589", "bebba2129f17266d"),  # gemma3
+    **_both(AttentionForm(window="config", packed=True), "aadb91c18c288571", "c1852037f6c5c636"),  # phi3
+}
+
+# Recognised, not replaced: that every decoder layer and the backbone are known code is what proves that attention is
+# the only place where one token sees another, and that it gets what the model's forward was given.
+DECODER_LAYER = frozenset({
+    "99c0b40c10c5dee0", "657f8ad8ff0b8554",  # llama, mistral, qwen2, qwen3, gemma
+    "4675a4f7ce2bac9e", "03ca7d936942132e",  # gemma2, gemma3
+    "620bca08bc12d52b", "c440089dc6a08987",  # phi3
+})  # fmt: skip
+BACKBONE = frozenset({
+    "dc43db77aaecd631", "8d7942a63fe01961",  # llama
+    "9caccf63c766d360", "b36c5f68c63a216a",  # mistral, phi3
+    "418c5e92600c74c7", "3f83964719fc9919",  # qwen2, qwen3
+    "b27ff59097dc33a5", "48d639bc30514d4b",  # gemma
+    "c9d7ac36547a2189", "b186a85058db0e3e",  # gemma2
+    "a5005a6aba53dcf6", "57e52c0c55ba6798",  # gemma3 (text)
+})  # fmt: skip
+
+# Causal-LM forwards that are: backbone, lm_head, an optional final_logit_softcapping, loss_function.
+HEAD = frozenset({
+    "ecc52ba665599b10", "a6333d5e383abce3",  # llama, mistral, qwen2, qwen3, gemma, phi3
+    "4c7e84ed765ad427", "ac18ed9467cfe8a1",  # gemma2, gemma3
+})  # fmt: skip

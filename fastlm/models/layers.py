@@ -1,0 +1,207 @@
+"""The forwards that replace stock ones: norm, gated MLP, attention.
+
+Each is bound to one module instance, holds no state of its own and reads everything from the module at every call, so
+that PEFT wrapping and merging, FSDP2's swapped parameters, deepcopy and pickle see the module they know. A call that
+the fused form does not cover runs the class's own forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..kernels.attention import attention
+from ..kernels.glu import glu, glu_packed
+from ..kernels.rms_norm import rms_norm
+from ..kernels.rope import rope
+from ..packing.boundaries import SequenceBoundaries
+from .fingerprint import stock_function
+from .forms import AttentionForm, MLPForm, NormForm
+
+__all__ = [
+    "LayerPatch",
+    "Switch",
+    "activation_name",
+    "attention_features",
+    "forward_for",
+    "has_hooks",
+    "layer_patch",
+]
+
+
+class Switch:
+    """On or off for all layers of one patched model; every layer holds the same object.
+
+    A pickled model comes back with its class's forwards, so a pickled switch comes back off.
+    """
+
+    def __init__(self, on: bool = True) -> None:
+        self.on = on
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Switch:
+        return Switch(self.on)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Switch, (False,)
+
+
+@dataclass(eq=False)
+class LayerPatch:
+    """What patching left on one module, as ``module._fastlm``.
+
+    kind: "norm", "mlp", "attention" or "head". form: how the stock code is written (forms.py).
+    previous: the instance's own forward that ours replaced, put back by unpatch; None where there was none.
+    """
+
+    kind: str
+    form: Any
+    switch: Switch
+    activation: str | None = None
+    backend: str | None = None
+    previous: Any = field(default=None, repr=False)
+
+
+def layer_patch(module: nn.Module) -> LayerPatch | None:
+    """The patch of this module if it is there and switched on."""
+    patch = module.__dict__.get("_fastlm")
+    return patch if patch is not None and patch.switch.on else None
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module would run more than its forward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        or hasattr(module, "_hf_hook")
+    )  # fmt: skip
+
+
+_ACTIVATIONS = {
+    "SiLU": "silu", "SiLUActivation": "silu",
+    "PytorchGELUTanh": "gelu_tanh", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh",
+    "GELUActivation": "gelu",
+}  # fmt: skip
+
+
+def activation_name(module: nn.Module) -> str | None:
+    """The kernel's name for what an activation module really computes, by its class; None if it is not one of ours."""
+    if isinstance(module, nn.GELU):
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
+    return _ACTIVATIONS.get(type(module).__name__)
+
+
+def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    patch = layer_patch(self)
+    if patch is None:
+        return type(self).forward(self, hidden_states)
+    form: NormForm = patch.form
+    return rms_norm(
+        hidden_states, self.weight, getattr(self, form.epsilon), offset=form.offset,
+        cast_before_scale=form.cast_before_scale,
+    )  # fmt: skip
+
+
+def _mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    patch = layer_patch(self)
+    if patch is None or has_hooks(getattr(self, patch.form.activation)):
+        return type(self).forward(self, hidden_states)
+    form: MLPForm = patch.form
+    assert patch.activation is not None
+    if form.packed:
+        return self.down_proj(glu_packed(self.gate_up_proj(hidden_states), patch.activation))
+    return self.down_proj(glu(self.gate_proj(hidden_states), self.up_proj(hidden_states), patch.activation))
+
+
+def _attention_forward(
+    self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """hidden_states [B, T, hidden]; with boundaries B is 1 and the samples lie one after the other."""
+    patch = layer_patch(self)
+    cached = kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None
+    if patch is None or args or cached or kwargs.get("position_embeddings") is None:
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    if kwargs.get("output_attentions", getattr(self.config, "output_attentions", False)):
+        return type(self).forward(self, hidden_states, **kwargs)
+
+    form: AttentionForm = patch.form
+    query, key, value = _project(self, form, hidden_states)  # [B, T, heads, head_dim] each
+    cos, sin = kwargs.pop("position_embeddings")
+    query, key = rope(query, key, cos, sin)
+
+    features = attention_features(self, form)
+    mask = kwargs.pop("attention_mask", None)
+    boundaries: SequenceBoundaries | None = kwargs.pop("boundaries", None)
+    weights = None
+    if boundaries is not None:
+        output = attention(
+            query[0], key[0], value[0], boundaries.cu_seqlens, boundaries.max_length, lengths=boundaries.lengths,
+            scale=self.scaling, backend=patch.backend, **features,
+        )[None]  # fmt: skip
+    else:  # padded rows: the stock kernel with the stock mask
+        output, weights = _stock_attention(self, query, key, value, mask, features, kwargs)
+    output = output.reshape(*hidden_states.shape[:-1], -1)
+    return self.o_proj(output), weights
+
+
+def _project(self: Any, form: AttentionForm, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    if form.packed:
+        queries = self.config.num_attention_heads * self.head_dim
+        keys = self.config.num_key_value_heads * self.head_dim
+        query, key, value = self.qkv_proj(hidden_states).split([queries, keys, keys], dim=-1)
+    else:
+        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+    query, key, value = query.view(shape), key.view(shape), value.view(shape)
+    if form.head_norm:
+        query, key = self.q_norm(query), self.k_norm(key)
+    return query, key, value
+
+
+def attention_features(self: Any, form: AttentionForm) -> dict[str, Any]:
+    """What this layer asks of an attention backend: {"window": int | None, "softcap": float | None}."""
+    window = None
+    if form.window is not None:
+        owner = self.config if form.window == "config" else self
+        window = getattr(owner, "sliding_window", None)
+    return {"window": window, "softcap": self.attn_logit_softcapping if form.softcap else None}
+
+
+def _stock_attention(
+    self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, features: dict[str, Any],
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function = stock_function(type(self))
+    assert function is not None  # it was fingerprinted
+    eager: Any = function.__globals__["eager_attention_forward"]
+    interface: Any = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+    form: AttentionForm = self._fastlm.form
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("past_key_values", "cache")}
+    extra: dict[str, Any] = {}
+    if form.window is not None:
+        extra["sliding_window"] = features["window"]
+    if form.softcap:
+        extra["softcap"] = features["softcap"]
+    dropout = self.attention_dropout if self.training else 0.0
+    return interface(
+        self, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask,
+        dropout=dropout, scaling=self.scaling, **extra, **kwargs,
+    )  # fmt: skip
+
+
+@functools.cache
+def forward_for(kind: str, module_class: type) -> Any:
+    """The forward of this kind, with the name and signature of the class's own.
+
+    The name makes pickle restore the class's forward; the signature is what Trainer and generate read.
+    """
+    source: Any = {"norm": _norm_forward, "mlp": _mlp_forward, "attention": _attention_forward}[kind]
+
+    @functools.wraps(module_class.forward)  # type: ignore[attr-defined]
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return source(self, *args, **kwargs)
+
+    return forward
