@@ -1,0 +1,159 @@
+"""The training step of an SFTTrainer whose model is fastlm's: TRL's loss and metrics, without stopping the
+GPU.
+
+TRL turns three sums into Python numbers in every micro-step, which waits for the GPU each time. Here they
+stay on the device until something is logged; the numbers logged are TRL's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.patch import is_patched
+from .say import Voice
+
+__all__ = ["Counts", "State", "compute_loss", "drain_metrics", "floating_point_ops", "state_of"]
+
+_STATE = "_fastlm"
+_MERGE_EVERY = 256  # pending rows are joined then: a run that never logs holds few tensors
+
+
+@dataclass
+class Counts:
+    """What became of one data set: rows in, cut to max_length, without a target; rows and tokens out."""
+
+    samples: int = 0
+    cut: int = 0
+    dropped: int = 0
+    rows: int = 0
+    tokens: int = 0
+    packed_to: int | None = None  # row length, if packed
+
+
+@dataclass
+class State:
+    """What fastlm keeps on one trainer, as ``trainer._fastlm``. A trainer without it is left to TRL."""
+
+    voice: Voice
+    padding_free: bool = False
+    own_head: bool = False  # whether our head answers fused_lm_head, label smoothing included
+    padded_collator: Any = None  # for evaluation that reads logits row by row, and for predict
+    pad_evaluation: bool = False
+    counts: dict[str, Counts] = field(default_factory=dict)
+    # mode -> parts [n, 4]
+    pending: dict[str, list[Tensor]] = field(default_factory=lambda: {"train": [], "eval": []})
+    flops_per_token: float | None = None
+
+
+def state_of(trainer: Any) -> State | None:
+    return trainer.__dict__.get(_STATE)
+
+
+def compute_loss(
+    original: Callable[..., Any], trainer: Any, model: Any, inputs: dict[str, Any],
+    return_outputs: bool = False, num_items_in_batch: Any = None,
+) -> Any:  # fmt: skip
+    """TRL's SFTTrainer.compute_loss: loss = sum over targets of -log p (times p for "dft") /
+    num_items_in_batch.
+
+    ``original`` computes what ours does not: a loss function of the user's, the auxiliary loss of experts,
+    sequence and context parallelism, and label smoothing where the model's head is not fastlm's.
+    """
+    state = state_of(trainer)
+    if state is None:
+        return original(trainer, model, inputs, return_outputs, num_items_in_batch)
+    if "boundaries" in inputs and not is_patched(trainer.model):
+        raise ValueError(
+            "this trainer's batches are padding-free, but fastlm.unpatch was called on its model since; "
+            "build the trainer after unpatching"
+        )
+    smooths = trainer.label_smoother is not None and trainer.args.loss_type == "nll"
+    if (
+        trainer.compute_loss_func is not None
+        or trainer.aux_loss_enabled
+        or _shards_sequences(trainer)
+        or (smooths and not state.own_head)
+    ):
+        return original(trainer, model, inputs, return_outputs, num_items_in_batch)
+    mode = "train" if trainer.model.training else "eval"
+    inputs["use_cache"] = False
+    smoothing = {"label_smoothing": trainer.args.label_smoothing_factor} if smooths else {}
+    outputs = model(**inputs, fused_lm_head=True, **smoothing)
+    per_token_loss = -outputs.log_probs  # [B, T - 1], zero where there is no target
+    if trainer.args.loss_type == "dft":
+        per_token_loss = per_token_loss * outputs.log_probs.exp().detach()
+    count = outputs.label_mask.sum()
+    denominator = count if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+    loss = per_token_loss.sum() / denominator.clamp(min=1)
+    if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
+        loss = loss * (trainer.accelerator.num_processes // trainer.get_tp_size())
+    tokens = _token_count(inputs) if mode == "train" else 0
+    _note(trainer, state, mode, count, outputs, tokens)
+    if return_outputs:
+        with torch.no_grad():
+            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+    return (loss, outputs) if return_outputs else loss
+
+
+def _shards_sequences(trainer: Any) -> bool:
+    parallelism = trainer.accelerator.parallelism_config
+    return parallelism is not None and (parallelism.sp_enabled or parallelism.cp_enabled)
+
+
+def _token_count(inputs: dict[str, Any]) -> Tensor | int:
+    if "attention_mask" in inputs:
+        return inputs["attention_mask"].sum()
+    if "position_ids" in inputs:
+        return int(inputs["position_ids"].size(1))
+    raise ValueError(
+        "the batch has neither attention_mask nor position_ids, so its tokens cannot be told from padding; "
+        "let the data collator return one of them"
+    )
+
+
+def _note(trainer: Any, state: State, mode: str, count: Tensor, outputs: Any, tokens: Tensor | int) -> None:
+    """Append this micro-step's row, float32 on the device: targets, entropies, targets predicted, tokens."""
+    tokens = (
+        tokens.float() if isinstance(tokens, Tensor) else torch.full_like(count, tokens, dtype=torch.float32)
+    )
+    sums = (count, outputs.entropy.detach().sum(), outputs.is_top1.sum(), tokens)
+    row = torch.stack([value.float() for value in sums])[None]  # [1, 4]
+    if trainer.accelerator.num_processes > 1:  # here, not in log: a callback may log on one rank only
+        row = trainer.accelerator.gather_for_metrics(row).sum(0, keepdim=True)
+    pending = state.pending[mode]
+    pending.append(row)
+    if len(pending) >= _MERGE_EVERY:
+        pending[:] = [torch.cat(pending)]
+
+
+def drain_metrics(trainer: Any, state: State) -> None:
+    """Turn what the steps left on the device into the numbers that TRL keeps: one sync, at logging."""
+    for mode in ("train", "eval"):
+        pending = state.pending[mode]
+        if not pending:
+            continue
+        rows = torch.cat(pending).cpu()  # [steps, 4]
+        pending.clear()
+        ratios = rows[:, 1:3] / rows[:, :1]
+        ratios[rows[:, 0] == 0] = 0.0
+        metrics = trainer._metrics[mode]
+        metrics["entropy"].extend(ratios[:, 0].tolist())
+        metrics["mean_token_accuracy"].extend(ratios[:, 1].tolist())
+        trainer._total_train_tokens += sum(int(tokens) // trainer._tp_size for tokens in rows[:, 3].tolist())
+        metrics["num_tokens"] = [trainer._total_train_tokens]
+
+
+def floating_point_ops(original: Callable[..., Any], trainer: Any, inputs: dict[str, Any]) -> Any:
+    """transformers' 6 x tokens x parameters; counting those took 5 ms a step in a LoRA model of 8B."""
+    state = state_of(trainer)
+    name = getattr(trainer.model, "main_input_name", "input_ids")
+    if state is None or not isinstance(inputs.get(name), Tensor):
+        return original(trainer, inputs)
+    if state.flops_per_token is None:
+        state.flops_per_token = original(trainer, {name: inputs[name].reshape(-1)[:1]})
+    return state.flops_per_token * inputs[name].numel()
