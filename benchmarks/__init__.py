@@ -1,0 +1,1 @@
+"""Speed, measured. `python -m benchmarks.kernels` times every operation; each file here times one thing."""

@@ -1,0 +1,131 @@
+"""fastlm/kernels/lora.py against fp64 mathematics and autograd in the same dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastlm.kernels.lora import Projection, lora_linear, lora_linear_reference, lora_mlp, lora_mlp_reference
+from tests.tiny import relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def projection(inputs: int, outputs: int, dtype: torch.dtype, *, rank: int | None = 4, bias: bool = False) -> Projection:
+    weight = (torch.randn(outputs, inputs, device=DEVICE) / inputs**0.5).to(dtype)
+    a = b = None
+    if rank is not None:
+        a = (torch.randn(rank, inputs, device=DEVICE) * 0.3).to(dtype).requires_grad_()
+        b = (torch.randn(outputs, rank, device=DEVICE) * 0.3).to(dtype).requires_grad_()
+    return Projection(weight, torch.randn(outputs, device=DEVICE).to(dtype) if bias else None, a, b, 1.7)
+
+
+def in_double(p: Projection) -> Projection:
+    double = [None if t is None else t.detach().double() for t in (p.weight, p.bias, p.a, p.b)]
+    a, b = (None if t is None else t.requires_grad_() for t in double[2:])
+    return Projection(double[0], double[1], a, b, p.scale)
+
+
+def run(function, x: Tensor, projections: list[Projection], douts: list[Tensor]) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    outputs = function(x, projections)
+    leaves = [x, *(t for p in projections for t in (p.a, p.b) if t is not None)]
+    grads = torch.autograd.grad(outputs, leaves, [d.to(o.dtype) for d, o in zip(douts, outputs, strict=True)])
+    return [*(o.detach() for o in outputs), *grads]
+
+
+def mlp(function, activation: str):
+    return lambda x, projections: (function(x, *projections, activation),)
+
+
+CASES = {
+    "one": ((7, 24, 40),),
+    "qkv": ((7, 24, 40), (7, 24, 16), (7, 24, 16)),
+    "plain_among_adapters": ((7, 24, 40), (None, 24, 16), (5, 24, 16)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("shape", [(1, 3, 24), (2, 5, 24), (0, 24), (1, 24)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_linear_three_way(case, shape, bias, dtype):
+    projections = [projection(i, o, dtype, rank=r, bias=bias) for r, i, o in CASES[case]]
+    x = torch.randn(shape, device=DEVICE).to(dtype)
+    douts = [torch.randn(*shape[:-1], o, device=DEVICE).to(dtype) for _, _, o in CASES[case]]
+    ours = run(lora_linear, x, projections, douts)
+    theirs = run(lora_linear_reference, x, projections, douts)
+    truth = run(lora_linear_reference, x.double(), [in_double(p) for p in projections], [d.double() for d in douts])
+    for got, stock, exact in zip(ours, theirs, truth, strict=True):
+        assert got.dtype == stock.dtype and got.shape == stock.shape
+        floor = 1e-6 if dtype == torch.float32 else 2e-3
+        assert relative_error(got, exact) <= 1.1 * relative_error(stock, exact) + floor or got.numel() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+@pytest.mark.parametrize("ranks", [(4, 4, 4), (None, 4, None), (None, None, 4), (3, None, 5)], ids=str)
+def test_mlp_three_way(ranks, activation, dtype):
+    sizes = ((24, 40), (24, 40), (40, 24))
+    projections = [projection(i, o, dtype, rank=r) for r, (i, o) in zip(ranks, sizes, strict=True)]
+    x, dout = (torch.randn(2, 9, 24, device=DEVICE).to(dtype) for _ in range(2))
+    ours = run(mlp(lora_mlp, activation), x, projections, [dout])
+    theirs = run(mlp(lora_mlp_reference, activation), x, projections, [dout])
+    truth = run(mlp(lora_mlp_reference, activation), x.double(), [in_double(p) for p in projections], [dout.double()])
+    for got, stock, exact in zip(ours, theirs, truth, strict=True):
+        floor = 1e-6 if dtype == torch.float32 else 3e-3
+        assert relative_error(got, exact) <= 1.1 * relative_error(stock, exact) + floor
+
+
+def test_strided_and_expanded_inputs_and_gradients():
+    p = projection(24, 40, torch.float32)
+    x = torch.randn(6, 2, 24, device=DEVICE).transpose(0, 1)[:, ::2]
+    dout = torch.randn(1, 1, 40, device=DEVICE).expand(2, 3, 40)
+    for got, wanted in zip(
+        run(lora_linear, x, [p], [dout]), run(lora_linear_reference, x, [p], [dout]), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_under_autocast_parameters_keep_their_own_dtype():
+    p = projection(24, 40, torch.float32)
+    x = torch.randn(3, 24, device=DEVICE, requires_grad=True)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        (y,) = lora_linear(x, [p])
+        out = lora_mlp(x, p, p, projection(40, 24, torch.float32), "silu")
+    assert y.dtype == out.dtype == torch.bfloat16
+    dx, da, db = torch.autograd.grad(y.float().square().sum() + out.float().square().sum(), [x, p.a, p.b])
+    assert dx.dtype == da.dtype == db.dtype == torch.float32
+    exact = in_double(p)
+    (truth,) = lora_linear_reference(x.double(), [exact])
+    assert relative_error(y, truth) < 1e-2
+
+
+def test_saved_tensors_are_not_written_and_a_second_backward_is_torchs_error():
+    projections = [projection(24, 40, torch.float32), projection(24, 40, torch.float32), projection(40, 24, torch.float32)]
+    x = torch.randn(3, 24, device=DEVICE, requires_grad=True)
+    kept = x.detach().clone()
+    out = lora_mlp(x, *projections, "silu")
+    first = torch.autograd.grad(out.sum(), [x, projections[0].a], retain_graph=True)
+    second = torch.autograd.grad(out.sum(), [x, projections[0].a])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)) and torch.equal(x, kept)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out.sum(), [x])
+
+
+def test_frozen_input_needs_no_gradient():
+    p = projection(24, 40, torch.float32)
+    (y,) = lora_linear(torch.randn(3, 24, device=DEVICE), [p])
+    y.sum().backward()
+    assert p.a.grad is not None and p.b.grad is not None
+
+
+def test_what_cannot_be_fused_is_refused():
+    p = projection(24, 40, torch.float32)
+    with pytest.raises(ValueError, match="must be frozen"):
+        lora_linear(torch.randn(3, 24), [Projection(p.weight.requires_grad_())])
+    with pytest.raises(ValueError, match="one half of an adapter"):
+        lora_linear(torch.randn(3, 24), [Projection(p.weight.detach(), None, p.a)])
+    with pytest.raises(ValueError, match="unknown activation"):
+        lora_mlp(torch.randn(3, 24), p, p, p, "relu")

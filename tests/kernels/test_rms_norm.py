@@ -1,0 +1,249 @@
+"""fastlm/kernels/rms_norm.py against fp64 mathematics, torch in the same dtype, and transformers."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fastlm.kernels.rms_norm import RMSNormOptions, rms_norm, rms_norm_bwd, rms_norm_fwd, rms_norm_reference
+
+from .interpreter import (
+    DEVICE,
+    DTYPES,
+    assert_three_way,
+    cpu_path_test,
+    double_leaf,
+    far_apart,
+    gradients,
+    kernel_test,
+    poison_empty,
+    run_interpreted,
+)
+
+FLAVOURS = {
+    "llama": dict(offset=0.0, cast_before_scale=True),
+    "gemma": dict(offset=1.0, cast_before_scale=False),
+    "olmo2": dict(offset=0.0, cast_before_scale=False),
+}
+ULPS = 1.0  # the row's mean of squares is summed in another order than torch's
+SHAPES = [
+    (1, 1, 64),  # one token
+    (3, 5, 96),  # a width that is no power of two
+    (2, 7, 3, 80),  # query and key norms: several short rows share a program
+    (1, 37, 1, 128),  # more rows than a program takes, and a partly filled last program
+    (19, 4100),  # longer than a block of 4096; more rows than programs, so that weight partials loop
+]
+
+
+def test_interpreted() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_empty(monkeypatch)
+
+
+def truth(x: Tensor, weight: Tensor, dy: Tensor, offset: float = 0.0) -> list[Tensor]:
+    x, weight = double_leaf(x), double_leaf(weight)
+    y = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (offset + weight)
+    return gradients([y], [x, weight], [dy])
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, dtype=torch.float32, device=DEVICE).to(dtype).requires_grad_()
+
+
+def both_ways(
+    function: Callable[..., Tensor], x: Tensor, weight: Tensor, dy: Tensor, **kwargs: object
+) -> list[Tensor]:
+    return gradients([function(x, weight, **kwargs)], [x, weight], [dy])
+
+
+@kernel_test
+@pytest.mark.parametrize("flavour", FLAVOURS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_three_way(shape: tuple[int, ...], dtype: torch.dtype, flavour: str) -> None:
+    options = FLAVOURS[flavour]
+    x, weight, dy = leaf(*shape, dtype=dtype), leaf(shape[-1], dtype=dtype), leaf(*shape, dtype=dtype)
+    assert_three_way(
+        both_ways(rms_norm, x, weight, dy, **options),
+        both_ways(rms_norm_reference, x, weight, dy, **options),
+        truth(x, weight, dy, options["offset"]),
+        ulps=ULPS
+        + (1 if options["cast_before_scale"] else 0),  # a rounding in the middle may fall the other way
+    )
+
+
+@kernel_test
+def test_fp32_weight_promotes_like_torch() -> None:
+    x, weight, dy = leaf(3, 5, 96, dtype=torch.bfloat16), leaf(96), leaf(3, 5, 96)
+    results = both_ways(rms_norm, x, weight, dy)
+    assert [t.dtype for t in results] == [torch.float32, torch.bfloat16, torch.float32]
+    assert_three_way(
+        results,
+        both_ways(rms_norm_reference, x, weight, dy),
+        truth(x, weight, dy, 0.0),
+        ulps=2 * 2**16,  # fp32 results of a value cast to bf16 in the middle: two ulps of bf16
+    )
+    gemma = rms_norm(x, weight, offset=1.0, cast_before_scale=False)
+    assert gemma.dtype == torch.bfloat16
+
+
+@kernel_test
+@pytest.mark.parametrize(
+    "view", ["packed heads", "every other row", "expanded rows", "transposed", "expanded all"]
+)
+def test_any_strides_of_input_and_gradient(view: str) -> None:
+    views: dict[str, Callable[[], Tensor]] = {
+        "packed heads": lambda: leaf(2, 5, 8, 32)[:, :, 2:5],
+        "every other row": lambda: leaf(10, 3, 64)[::2],
+        "expanded rows": lambda: leaf(1, 3, 64).expand(4, 3, 64),
+        "transposed": lambda: leaf(4, 64, 3).mT,
+        "expanded all": lambda: leaf(1, 1, 1).expand(4, 3, 64),  # what .sum().backward() sends
+    }
+    x, dy = views[view](), views[view]().detach()
+    before = dy.clone()
+    weight = leaf(x.shape[-1])
+    strided = both_ways(rms_norm, x, weight, dy)
+    plain = x.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+    contiguous = both_ways(rms_norm, plain, weight, dy.contiguous())
+    for ours, expected in zip(strided, contiguous, strict=True):
+        assert torch.equal(ours, expected)
+    assert torch.equal(dy, before) and torch.equal(x, plain)
+
+
+@kernel_test
+def test_frozen_weight_gets_no_gradient_and_the_same_dx() -> None:
+    x, weight, dy = leaf(19, 96), leaf(96), leaf(19, 96).detach()
+    trained = both_ways(rms_norm, x, weight, dy)
+    frozen = gradients([rms_norm(x, weight.detach())], [x], [dy])
+    assert torch.equal(trained[0], frozen[0]) and torch.equal(trained[1], frozen[1])
+    options = RMSNormOptions(1e-6, 0.0, True)
+    _, rstd = rms_norm_fwd(x.detach(), weight.detach(), options)
+    assert rms_norm_bwd(dy, x.detach(), weight.detach(), rstd, options, weight_gradient=False)[1] is None
+    only_weight = torch.autograd.grad(rms_norm(x.detach(), weight), weight, dy)[0]
+    assert torch.equal(only_weight, trained[2])
+
+
+@kernel_test
+def test_weight_gradient_is_deterministic() -> None:
+    x, weight, dy = leaf(67, 96, dtype=torch.bfloat16), leaf(96, dtype=torch.bfloat16), leaf(67, 96)
+    first, second = (both_ways(rms_norm, x, weight, dy)[2] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@kernel_test
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 3, 64), (4, 0)], ids=str)
+def test_empty(shape: tuple[int, ...]) -> None:
+    y, dx, dw = both_ways(rms_norm, leaf(*shape), leaf(shape[-1]), torch.zeros(shape, device=DEVICE))
+    assert y.shape == dx.shape == shape
+    assert torch.equal(dw, torch.zeros(shape[-1], device=DEVICE))
+
+
+@kernel_test
+def test_nan_and_infinity_stay_in_their_row() -> None:
+    x = torch.randn(3, 96, device=DEVICE)
+    clean = rms_norm(x, torch.ones(96, device=DEVICE))
+    x[0, 5], x[2, 7] = float("nan"), float("inf")
+    y = rms_norm(x, torch.ones(96, device=DEVICE))
+    assert y[0].isnan().all() and y[2, 7].isnan() and torch.equal(y[1], clean[1])
+
+
+@kernel_test
+@pytest.mark.parametrize("shape", [(2, 96), (1, 2, 1, 96)], ids=str)
+def test_c_norm_plus_one_fp32(shape: tuple[int, ...]) -> None:
+    """(1 + weight) in fp32: 15.8125 gives 16.8125, where bf16 would round to 16.75."""
+    x = torch.ones(shape, dtype=torch.bfloat16, device=DEVICE)
+    weight = torch.full((96,), 15.8125, dtype=torch.bfloat16, device=DEVICE)
+    y32 = rms_norm(x.float(), weight, eps=0.0, offset=1.0, cast_before_scale=False)
+    assert torch.equal(y32, torch.full(shape, 16.8125, device=DEVICE))
+
+    x = torch.randn(shape, device=DEVICE).to(torch.bfloat16)
+    x[..., 3] *= 1000
+    x[..., 77] *= 1000
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    dy = torch.randn(shape, device=DEVICE)
+    options = FLAVOURS["gemma"]
+    assert_three_way(
+        both_ways(rms_norm, x, weight, dy, **options),
+        both_ways(rms_norm_reference, x, weight, dy, **options),
+        truth(x, weight, dy.bfloat16(), 1.0),
+        ulps=ULPS,
+    )
+
+
+@kernel_test
+def test_checkpoint_and_autocast_change_nothing() -> None:
+    x, weight, dy = leaf(5, 96, dtype=torch.bfloat16), leaf(96, dtype=torch.bfloat16), leaf(5, 96)
+    plain = both_ways(rms_norm, x, weight, dy)
+    again = both_ways(lambda x, w: checkpoint(rms_norm, x, w, use_reentrant=False), x, weight, dy)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        cast = both_ways(rms_norm, x, weight, dy)
+    for a, b, c in zip(plain, again, cast, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+@kernel_test
+def test_c_int32_offset() -> None:
+    x, dy = far_apart(2, 64)
+    weight = leaf(64, dtype=torch.bfloat16)
+    far = both_ways(rms_norm, x.requires_grad_(), weight, dy)
+    near = both_ways(rms_norm, x.detach().contiguous().requires_grad_(), weight, dy.contiguous())
+    for ours, expected in zip(far, near, strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [4096, 14336])
+def test_c_int32_offset_full_size(width: int) -> None:
+    """Past 2^31 elements: the last rows equal the same rows computed alone."""
+    rows = 2**31 // width + 3
+    x = torch.randn(rows, width, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    weight = leaf(width, dtype=torch.bfloat16).detach()
+    dy = torch.randn(rows, width, dtype=torch.bfloat16, device="cuda")
+    y, dx = gradients([rms_norm(x, weight)], [x], [dy])
+    tail = x.detach()[-3:].clone().requires_grad_()
+    expected = gradients([rms_norm(tail, weight)], [tail], [dy[-3:]])
+    assert torch.equal(y[-3:], expected[0]) and torch.equal(dx[-3:], expected[1])
+
+
+@cpu_path_test
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gemma", "gemma3", "olmo2", "gpt_oss"])
+def test_cpu_path_equals_transformers_bit_by_bit(family: str, dtype: torch.dtype) -> None:
+    from importlib import import_module
+
+    name = {"llama": "Llama", "qwen3": "Qwen3", "phi3": "Phi3", "gemma": "Gemma", "gemma3": "Gemma3",
+            "olmo2": "Olmo2", "gpt_oss": "GptOss"}[family]  # fmt: skip
+    module = getattr(import_module(f"transformers.models.{family}.modeling_{family}"), name + "RMSNorm")(
+        96, eps=1e-5
+    )
+    module.weight.data.normal_()
+    module.to(dtype)
+    flavour = "gemma" if "gemma" in family else "olmo2" if family in ("olmo2", "gpt_oss") else "llama"
+    x, dy = torch.randn(2, 5, 96).to(dtype).requires_grad_(), torch.randn(2, 5, 96)
+    weight = module.weight
+    stock = gradients([module(x)], [x, weight], [dy])
+    ours = both_ways(lambda x, w: rms_norm(x, w, 1e-5, **FLAVOURS[flavour]), x, weight, dy)
+    for a, b in zip(ours, stock, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_compiles_without_a_graph_break() -> None:
+    x, weight, dy = leaf(5, 96), leaf(96), leaf(5, 96)
+    compiled = torch.compile(rms_norm, backend="aot_eager", fullgraph=True)
+    for ours, expected in zip(
+        both_ways(compiled, x, weight, dy), both_ways(rms_norm_reference, x, weight, dy), strict=True
+    ):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_errors_say_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"weight has shape \(4,\), expected the last size of x \(2, 8\)"):
+        rms_norm(torch.ones(2, 8), torch.ones(4))
+    with pytest.raises(ValueError, match="pass cast_before_scale=False"):
+        rms_norm(torch.ones(2, 8), torch.ones(8), offset=1.0)
