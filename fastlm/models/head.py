@@ -20,7 +20,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..kernels.linear_cross_entropy import LinearCrossEntropyOutput, linear_cross_entropy
 from ..packing.boundaries import SequenceBoundaries
-from .layers import has_hooks, layer_patch
+from .adapters import has_hooks
+from .layers import layer_patch
 
 __all__ = ["LossOutput", "boundaries_from", "boundaries_on", "head_forward_for", "head_obstacle"]
 

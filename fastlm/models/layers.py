@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from ..kernels.attention import attention
 from ..kernels.glu import glu, glu_packed
+from ..kernels.lora import lora_linear, lora_mlp
 from ..kernels.rms_norm import rms_norm
 from ..kernels.rope import rope
 from ..packing.boundaries import SequenceBoundaries
+from .adapters import fusable, has_hooks
 from .fingerprint import stock_function
 from .forms import AttentionForm, MLPForm, NormForm
 
@@ -27,7 +29,6 @@ __all__ = [
     "activation_name",
     "attention_features",
     "forward_for",
-    "has_hooks",
     "layer_patch",
 ]
 
@@ -70,14 +71,6 @@ def layer_patch(module: nn.Module) -> LayerPatch | None:
     return patch if patch is not None and patch.switch.on else None
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module would run more than its forward."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        or hasattr(module, "_hf_hook")
-    )  # fmt: skip
-
-
 _ACTIVATIONS = {
     "SiLU": "silu", "SiLUActivation": "silu",
     "PytorchGELUTanh": "gelu_tanh", "GELUTanh": "gelu_tanh", "NewGELUActivation": "gelu_tanh",
@@ -110,8 +103,19 @@ def _mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
     form: MLPForm = patch.form
     assert patch.activation is not None
     if form.packed:
-        return self.down_proj(glu_packed(self.gate_up_proj(hidden_states), patch.activation))
-    return self.down_proj(glu(self.gate_proj(hidden_states), self.up_proj(hidden_states), patch.activation))
+        (gate_up,) = _outputs(hidden_states, self.gate_up_proj)
+        return _outputs(glu_packed(gate_up, patch.activation), self.down_proj)[0]
+    projections = fusable(hidden_states, (self.gate_proj, self.up_proj, self.down_proj))
+    if projections is not None:
+        return lora_mlp(hidden_states, *projections, patch.activation)
+    gate, up = _outputs(hidden_states, self.gate_proj, self.up_proj)
+    return _outputs(glu(gate, up, patch.activation), self.down_proj)[0]
+
+
+def _outputs(x: Tensor, *modules: nn.Module) -> tuple[Tensor, ...]:
+    """What each projection makes of x: in one function where their adapters can be fused, else one by one."""
+    projections = fusable(x, modules)
+    return tuple(module(x) for module in modules) if projections is None else lora_linear(x, projections)
 
 
 def _attention_forward(
@@ -142,7 +146,7 @@ def _attention_forward(
     else:  # padded rows: the stock kernel with the stock mask
         output, weights = _stock_attention(self, query, key, value, mask, features, kwargs)
     output = output.reshape(*hidden_states.shape[:-1], -1)
-    return self.o_proj(output), weights
+    return _outputs(output, self.o_proj)[0], weights
 
 
 def _project(self: Any, form: AttentionForm, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,9 +154,9 @@ def _project(self: Any, form: AttentionForm, hidden_states: Tensor) -> tuple[Ten
     if form.packed:
         queries = self.config.num_attention_heads * self.head_dim
         keys = self.config.num_key_value_heads * self.head_dim
-        query, key, value = self.qkv_proj(hidden_states).split([queries, keys, keys], dim=-1)
+        query, key, value = _outputs(hidden_states, self.qkv_proj)[0].split([queries, keys, keys], dim=-1)
     else:
-        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        query, key, value = _outputs(hidden_states, self.q_proj, self.k_proj, self.v_proj)
     query, key, value = query.view(shape), key.view(shape), value.view(shape)
     if form.head_norm:
         query, key = self.q_norm(query), self.k_norm(key)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ..kernels.attention import choose_backend
 from . import forms
+from .adapters import adapter_obstacle, is_adapted
 from .fingerprint import fingerprint
 from .head import boundaries_from, boundaries_on, head_forward_for, head_obstacle
 from .layers import LayerPatch, Switch, activation_name, attention_features, forward_for
@@ -32,7 +33,7 @@ __all__ = [
 class PatchReport:
     """What runs where in a patched model.
 
-    fused: layer kind -> number of layers that run fastlm's forward.
+    fused: layer kind -> number of layers that run fastlm's forward; "lora" counts adapted projections.
     stock: layer name -> why it runs its own forward.
     backends: "attention" -> what computes it over sample boundaries, and why.
     obstacle: why sample boundaries cannot be honoured (padding-free and packing are then off); None where they can.
@@ -86,10 +87,11 @@ def patch(model: nn.Module) -> PatchReport:
             continue
         if reason is None:
             reason = _bind(module, kind, form, switch, backends)
-        if reason is None:
-            fused[kind] = fused.get(kind, 0) + 1
-        else:
-            stock[name or type(module).__name__] = reason
+        _note(fused, stock, kind, name or type(module).__name__, reason)
+        for child, projection in module.named_children() if kind in ("attention", "mlp") else ():
+            if is_adapted(projection):
+                why = adapter_obstacle(projection, core.dtype) if reason is None else f"its {kind} runs stock code"
+                _note(fused, stock, "lora", f"{name}.{child}", why)
     obstacle, limits = _boundary_obstacle(core, stock)
     result = PatchReport(fused, stock, backends, obstacle)
     core._fastlm_model = _ModelPatch(switch, result, limits)  # type: ignore[assignment]
@@ -98,6 +100,13 @@ def patch(model: nn.Module) -> PatchReport:
     if _prepare_backbone not in backbone._forward_pre_hooks.values():
         backbone.register_forward_pre_hook(_prepare_backbone, with_kwargs=True)
     return result
+
+
+def _note(fused: dict[str, int], stock: dict[str, str], kind: str, name: str, reason: str | None) -> None:
+    if reason is None:
+        fused[kind] = fused.get(kind, 0) + 1
+    else:
+        stock[name] = reason
 
 
 def unpatch(model: nn.Module) -> None:

@@ -13,10 +13,10 @@ ROWS = samples()
 COUNT = target_count(ROWS)
 
 
-def pair(family: str, lora: bool, **model_options):
+def pair(family: str, lora: bool, seed: int = 0, **model_options):
     """The same weights twice: stock, and patched."""
-    stock = tiny_model(family, **model_options)
-    stock = add_lora(stock) if lora else stock
+    stock = tiny_model(family, seed=seed, **model_options)
+    stock = add_lora(stock, seed=1 + 1000 * seed) if lora else stock
     fast = copy.deepcopy(stock)
     fastlm.patch(fast)
     return stock, fast
@@ -38,31 +38,50 @@ def test_fp32_loss_and_every_gradient(family, lora, fused_head):
     assert len(truth) >= 15
 
 
+def errors(run, seeds=range(6)):
+    """Root mean square over seeds of each tensor's relative error, and of the loss's, for stock and for fastlm.
+
+    One tiny tensor's rounding noise is a matter of luck, and fused products round elsewhere than stock ones; what
+    may not be larger is the noise itself.
+    """
+    squares: dict[str, list[float]] = {}
+    for seed in seeds:
+        (truth_loss, truth), *others = run(seed)
+        for side, (loss, gradients) in enumerate(others):
+            assert gradients.keys() == truth.keys()
+            found = {name: relative_error(gradients[name], truth[name]) for name in truth}
+            found["loss"] = abs(loss - truth_loss) / abs(truth_loss)
+            for name, error in found.items():
+                squares.setdefault(name, [0.0, 0.0])[side] += error**2 / len(seeds)
+    return {name: (stock**0.5, ours**0.5) for name, (stock, ours) in squares.items()}
+
+
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", ["padded", "flattened"])
 def test_autocast_errs_no_more_than_stock(family, lora, layout):
-    stock, fast = pair(family, lora)
-    truth_loss, truth = loss_and_gradients(stock, alone(ROWS), COUNT)
-    stock_loss, stock_gradients = loss_and_gradients(stock, alone(ROWS), COUNT, autocast=True)
-    loss, gradients = loss_and_gradients(fast, LAYOUTS[layout](ROWS), COUNT, autocast=True)
-    assert abs(loss - truth_loss) <= 1.25 * abs(stock_loss - truth_loss) + 1e-3 * abs(truth_loss)
-    assert gradients.keys() == truth.keys()
-    for name in truth:
-        allowed = 1.25 * relative_error(stock_gradients[name], truth[name]) + 1e-3
-        assert relative_error(gradients[name], truth[name]) <= allowed, name
+    def run(seed):
+        stock, fast = pair(family, lora, seed=seed)
+        rows = samples(seed=seed)
+        yield loss_and_gradients(stock, alone(rows), COUNT)
+        yield loss_and_gradients(stock, alone(rows), COUNT, autocast=True)
+        yield loss_and_gradients(fast, LAYOUTS[layout](rows), COUNT, autocast=True)
+
+    for name, (stock, ours) in errors(run).items():
+        assert ours <= 1.25 * stock + 1e-3, name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_errs_no_more_than_stock(family):
-    stock, fast = pair(family, True, dtype=torch.bfloat16)
-    stock_loss, stock_gradients = loss_and_gradients(stock, alone(ROWS), COUNT)
-    loss, gradients = loss_and_gradients(fast, LAYOUTS["flattened"](ROWS), COUNT)
-    truth_loss, truth = loss_and_gradients(stock.float(), alone(ROWS), COUNT)
-    assert abs(loss - truth_loss) <= 1.25 * abs(stock_loss - truth_loss) + 1e-3 * abs(truth_loss)
-    for name in truth:
-        allowed = 1.25 * relative_error(stock_gradients[name], truth[name]) + 1e-3
-        assert relative_error(gradients[name], truth[name]) <= allowed, name
+    def run(seed):
+        stock, fast = pair(family, True, seed=seed, dtype=torch.bfloat16)
+        rows = samples(seed=seed)
+        yield loss_and_gradients(copy.deepcopy(stock).float(), alone(rows), COUNT)
+        yield loss_and_gradients(stock, alone(rows), COUNT)
+        yield loss_and_gradients(fast, LAYOUTS["flattened"](rows), COUNT)
+
+    for name, (stock, ours) in errors(run).items():
+        assert ours <= 1.25 * stock + 1e-3, name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

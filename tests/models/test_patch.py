@@ -79,7 +79,7 @@ def test_patch_is_idempotent_and_sees_lora_added_later():
     first = fastlm.patch(model)
     wrapped = add_lora(model)
     second = fastlm.patch(wrapped)
-    assert first.fused == second.fused
+    assert second.fused == {**first.fused, "lora": 14} and second.stock == {}
     assert (
         sum(hook.__module__.startswith("fastlm") for hook in model.base_model._forward_pre_hooks.values())
         == 1
@@ -335,3 +335,53 @@ def test_rebinding_the_head_over_trl_and_undoing():
     assert model.__dict__["forward"] is trl_forward  # the trainer's, over the class's own
     torch.testing.assert_close(model(IDS, labels=IDS).loss, expected.loss)
     assert not any("_fastlm" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(lora_dropout=0.1), "adapter dropout"),
+        (dict(use_dora=True), "Dora"),
+        (dict(bias="lora_only"), "its bias is trained"),
+        (dict(lora_bias=True), "with a bias"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_adapters_that_cannot_be_fused_run_stock_and_are_named(options, reason):
+    family = "qwen2" if "bias" in options else "llama"  # qwen2's projections have biases
+    stock = add_lora(tiny_model(family), **options).eval()
+    fast = copy.deepcopy(stock)
+    report = fastlm.patch(fast)
+    named = [name for name, why in report.stock.items() if reason in why]
+    assert "model.layers.0.self_attn.q_proj" in named
+    torch.testing.assert_close(fast(IDS).logits, stock(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_adapter_states_are_read_at_every_call():
+    """Disabled, merged, switched and second adapters after patching: always PEFT's own numbers."""
+    from peft import LoraConfig
+
+    stock = add_lora(tiny_model("llama")).eval()
+    stock.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    fast = copy.deepcopy(stock)
+    fastlm.patch(fast)
+
+    def same():
+        torch.testing.assert_close(fast(IDS).logits, stock(IDS).logits, rtol=1e-5, atol=1e-5)
+
+    same()
+    with stock.disable_adapter(), fast.disable_adapter():
+        same()
+    for model in (stock, fast):
+        model.set_adapter("other")
+    same()
+    for model in (stock, fast):
+        model.base_model.set_adapter(["default", "other"])
+    same()
+    for model in (stock, fast):
+        model.set_adapter("default")
+        model.merge_adapter()
+    same()
+    for model in (stock, fast):
+        model.unmerge_adapter()
+    same()

@@ -1,0 +1,131 @@
+"""Reads PEFT's wrappers: what `lora_linear` and `lora_mlp` need of a projection, or why it must run unfused.
+
+Everything is read anew at every call: adapters are added, merged, disabled and swapped after patching, and FSDP2
+replaces the parameters around each forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.lora import Projection
+from ..kernels.nf4 import NF4Weight
+
+__all__ = ["adapter_obstacle", "fusable", "has_hooks", "is_adapted"]
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether calling the module would run more than its forward."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        or hasattr(module, "_hf_hook")
+    )  # fmt: skip
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether PEFT has wrapped this projection."""
+    return type(module).__module__.startswith("peft.tuners.")
+
+
+def fusable(x: Tensor, modules: Sequence[nn.Module]) -> list[Projection] | None:
+    """The projections of these modules if one fused function can run them all on x and one has an adapter; else None."""
+    if torch.compiler.is_compiling():
+        return None
+    autocast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    projections = []
+    for module in modules:
+        projection = _projection(module, dtype, autocast, x.dtype, module.training)
+        if isinstance(projection, str):
+            return None
+        projections.append(projection)
+    return projections if any(projection.a is not None for projection in projections) else None
+
+
+def adapter_obstacle(module: nn.Module, dtype: torch.dtype) -> str | None:
+    """Why an adapted projection runs PEFT's own forward while a model of this dtype trains, or None where it is fused."""
+    projection = _projection(module, dtype, True, dtype, training=True)
+    return projection if isinstance(projection, str) else None
+
+
+def _projection(
+    module: Any, dtype: torch.dtype, autocast: bool, x_dtype: torch.dtype, training: bool
+) -> Projection | str:
+    if has_hooks(module):
+        return "a hook on it would be skipped"
+    base, a, b, scale = module, None, None, 1.0
+    if is_adapted(module):
+        if type(module).__name__ not in ("Linear", "Linear4bit"):
+            return f"adapter layer of type {type(module).__name__}"
+        base = module.base_layer
+        if has_hooks(base):
+            return "a hook on its base layer would be skipped"
+        if module._disable_adapters:
+            if module.merged_adapters:
+                return "merged adapters are disabled"
+        elif not module.merged_adapters:
+            adapter = _adapter(module, dtype, autocast, training)
+            if isinstance(adapter, str):
+                return adapter
+            a, b, scale = adapter
+    weight = _frozen_weight(base, dtype, x_dtype)
+    if isinstance(weight, str):
+        return weight
+    if base.bias is not None and base.bias.requires_grad:
+        return "its bias is trained"
+    return Projection(weight, base.bias, a, b, scale)
+
+
+def _adapter(
+    module: Any, dtype: torch.dtype, autocast: bool, training: bool
+) -> tuple[Tensor, Tensor, float] | str:
+    active = module.active_adapters
+    if len(active) != 1 or active[0] not in module.lora_A:
+        return f"{len(active)} active adapters" if len(active) != 1 else f"adapter {active[0]!r} is not in this layer"
+    name = active[0]
+    if name in module.lora_variant:
+        return f"{type(module.lora_variant[name]).__name__} is not plain LoRA"
+    down, up, scale, dropout = (getattr(module, part)[name] for part in ("lora_A", "lora_B", "scaling", "lora_dropout"))
+    if not isinstance(dropout, nn.Identity) and training and getattr(dropout, "p", 1.0) > 0:
+        return "adapter dropout"
+    if getattr(module, "fan_in_fan_out", False) or not isinstance(scale, int | float):
+        return "transposed weight or trained scale"
+    if type(down) is not nn.Linear or type(up) is not nn.Linear or up.bias is not None:
+        return "adapter factors with a bias or of another type"
+    if has_hooks(down) or has_hooks(up) or has_hooks(dropout):
+        return "a hook on its adapter would be skipped"
+    a, b = down.weight, up.weight
+    if not (_is_plain(a) and _is_plain(b)):
+        return "sharded adapter"
+    if not autocast and a.dtype != dtype:
+        return "PEFT computes in the adapter's dtype without autocast"
+    if a.device != module.base_layer.weight.device:
+        return "adapter on another device"
+    return a, b, float(scale)
+
+
+def _frozen_weight(base: Any, dtype: torch.dtype, x_dtype: torch.dtype) -> Tensor | NF4Weight | str:
+    weight = base.weight
+    if weight.requires_grad:
+        return "its base weight is trained"
+    if type(base) is nn.Linear:
+        return weight if _is_plain(weight) and weight.is_floating_point() else "sharded or quantised base weight"
+    if type(base).__name__ == "Linear4bit" and type(base).__module__.startswith("bitsandbytes."):
+        state = getattr(weight, "quant_state", None)
+        if state is None:
+            return "its 4-bit weight is not quantised yet"
+        if getattr(state, "packing_format_for_cpu", False):
+            return "bitsandbytes repacked its 4-bit weight for this CPU"
+        if base.compute_dtype not in (None, dtype) or x_dtype != dtype:
+            return f"bitsandbytes computes in {base.compute_dtype}"
+        return NF4Weight(weight, state)
+    return f"base layer of type {type(base).__name__}"
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    """A tensor that holds its own numbers: no DTensor, no subclass of another kind."""
+    return type(parameter) in (nn.Parameter, Tensor)
