@@ -1,29 +1,62 @@
-"""Timing of memory-bound operations on a GPU: median milliseconds, counted bytes, the share of a plain copy.
+"""Timing of operations on a GPU: median milliseconds, counted bytes, the share of a plain copy, the same work elsewhere.
 
-A benchmark calls `measure` once per case with the fast function and the torch expression that it replaces,
-and `report` at the end. The counted bytes are those that the operation must move (each input read once, each
-output written once); the share is against a copy measured on the same GPU in the same process.
+A benchmark calls `measure` once per case with the fast function, and with what does the same work otherwise: the torch
+expression that it replaces, torch.compile of that expression, Liger's kernel. `report` comes at the end. The counted
+bytes are those that the operation must move (each input read once, each output written once); the share is against a
+copy measured on the same GPU in the same process.
+
+Times are the GPU's own. Before each timed call the L2 cache is overwritten and the GPU is kept busy for as long as the
+host needs to enqueue the call, so that a kernel of microseconds is not charged for Python's launch of it.
 """
 
 import json
 import platform
+import statistics
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import date
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
-__all__ = ["Timing", "copy_bandwidth", "measure", "median_ms", "record", "report", "require_gpu"]
+__all__ = [
+    "DEVICE", "SETTINGS", "Rival", "Settings", "Timing", "copy_bandwidth", "failures", "measure", "median_ms", "on_gpu",
+    "peak_gib", "record", "report", "require_gpu", "rival_ms", "save", "torch_compile",
+]  # fmt: skip
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # CPU: dry runs only
+
+
+@dataclass
+class Settings:
+    """What a run measures; the command line narrows it before anything is timed."""
+
+    tokens: tuple[int, ...] = (1024, 16_384, 131_072)  # a notebook's step, a packed row, a long context
+    compared_at: int = 16_384  # tokens at which torch.compile and forced LONG_INDEXING are measured too
+    compile: bool = True
+    warmup_ms: float = 10.0
+    repeat_ms: float = 40.0
+
+
+SETTINGS = Settings()
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One case. Bandwidths are in GB/s (1e9 bytes a second), times in milliseconds."""
+    """One case. Bandwidths are in GB/s (1e9 bytes a second), times in milliseconds.
+
+    A time that is None was not measured: nothing to compare with, not installed, out of memory, or left out to save
+    time.
+    """
 
     operation: str
     case: str
@@ -32,14 +65,60 @@ class Timing:
     bytes: int
     gb_per_s: float
     share_of_copy: float
-    torch_ms: float | None  # None: torch ran out of memory, or there is nothing to compare with
+    torch_ms: float | None
+    compile_ms: float | None = field(default=None, kw_only=True)  # torch.compile of the torch expression
+    liger_ms: float | None = field(default=None, kw_only=True)
+    int64_ms: float | None = field(default=None, kw_only=True)  # our kernel, LONG_INDEXING forced on
 
     def __str__(self) -> str:
-        ratio = f"{self.torch_ms / self.ms:.1f}x torch" if self.torch_ms else "- torch"
-        return (
-            f"{self.operation:<20} {self.case:<12} {self.tokens:>7} tokens {self.ms:>9.4f} ms "
-            f"{self.bytes / 1e6:>9.1f} MB {self.gb_per_s:>6.0f} GB/s {self.share_of_copy:>7.1%} {ratio:>12}"
+        others = {"torch": self.torch_ms, "compile": self.compile_ms, "liger": self.liger_ms, "int64": self.int64_ms}
+        ratios = "".join(
+            f"  {name} {f'{ms / self.ms:.2f}x' if ms is not None else '-':>6}" for name, ms in others.items()
         )
+        return (
+            f"{self.operation:<20} {self.case:<22} {self.tokens:>7,} tokens {self.ms:>9.4f} ms "
+            f"{self.bytes / 1e6:>9.1f} MB {self.gb_per_s:>6.0f} GB/s {self.share_of_copy:>7.1%}{ratios}"
+        )
+
+
+class Rival:
+    """Another implementation of the same differentiable function, run forward and backward on leaves of its own.
+
+    function: takes the leaves, returns a tensor or a tuple of tensors; may compile or import at its first call.
+    leaves: its arguments; gradients are taken of those that require one.
+    gradients: of the outputs.
+    """
+
+    def __init__(self, function: Callable[..., Any], leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        self._function, self._leaves, self._gradients = function, tuple(leaves), tuple(gradients)
+        self._outputs: tuple[Tensor, ...] | None = None
+
+    def forward(self) -> Any:
+        """One forward in training mode: what backward needs is kept, then dropped."""
+        return self._function(*self._leaves)
+
+    def backward(self) -> Any:
+        """One backward through a graph that is built at the first call and kept."""
+        if self._outputs is None:
+            outputs = self._function(*self._leaves)
+            self._outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+        wanted = [leaf for leaf in self._leaves if leaf.requires_grad]
+        return torch.autograd.grad(self._outputs, wanted, self._gradients, retain_graph=True)
+
+
+def torch_compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile for these shapes alone; the graph of its backward may be run many times."""
+    import torch._dynamo.config as dynamo_config
+    import torch._functorch.config as functorch_config
+
+    functorch_config.donated_buffer = False  # else a kept graph is refused
+    dynamo_config.recompile_limit = 64  # one closure, many shapes
+    return torch.compile(function, dynamic=False)
+
+
+def on_gpu() -> bool:
+    """Whether times are a GPU's."""
+    return DEVICE.type == "cuda"
 
 
 def require_gpu() -> None:
@@ -48,19 +127,107 @@ def require_gpu() -> None:
         raise SystemExit("These benchmarks need a CUDA GPU: torch.cuda.is_available() is False here.")
 
 
-def median_ms(function: Callable[[], Any]) -> float:
-    """Median milliseconds of one call on the GPU's clock, with the L2 cache flushed between calls."""
-    from triton.testing import do_bench
+def median_ms(function: Callable[[], Any], *, least: int = 5) -> float:
+    """Median milliseconds of one call on the GPU's clock, at least `least` calls, with a cold L2 cache.
 
-    return float(do_bench(function, warmup=50, rep=200, return_mode="median"))
+    Without a GPU: of two calls on the host's clock, for dry runs.
+    """
+    if not on_gpu():
+        return statistics.median(_host_ms(function) for _ in range(2))
+    function()  # compiles, allocates
+    wall, _, events = _calls(function, 1, 0.0)
+    if wall > SLOW_MS:
+        _, _, events = _calls(function, least, 0.0)
+    else:
+        _, host, _ = _calls(function, 5, 0.0)
+        busy = min(1.5 * host, 2.0)  # the host's time of a call that itself waits for the GPU says nothing
+        wall, _, _ = _calls(function, 5, busy)
+        _calls(function, int(SETTINGS.warmup_ms / wall), busy)
+        _, _, events = _calls(function, max(least, int(SETTINGS.repeat_ms / wall)), busy)
+    return statistics.median(start.elapsed_time(end) for start, end in events)
+
+
+SLOW_MS = 20.0  # from here on launching is no part of a call, and a call is its own warm-up
+
+
+def _calls(
+    function: Callable[[], Any], repeats: int, busy_ms: float
+) -> tuple[float, float, list[tuple[torch.cuda.Event, torch.cuda.Event]]]:
+    """Calls enqueued without waiting; milliseconds of wall time a call, of the host in it, and each call's events."""
+    cache, events, host = _cache(), [], 0.0
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        cache.zero_()
+        if busy_ms:
+            torch.cuda._sleep(int(busy_ms * 2e6))  # cycles, at about 2 GHz
+        enqueued = time.perf_counter()
+        start.record()
+        function()
+        end.record()
+        host += time.perf_counter() - enqueued
+        events.append((start, end))
+    torch.cuda.synchronize()
+    wall = time.perf_counter() - begin
+    return wall * 1e3 / max(repeats, 1), host * 1e3 / max(repeats, 1), events
+
+
+@lru_cache(maxsize=1)
+def _cache() -> Tensor:
+    """256 MiB, several times any L2 cache."""
+    return torch.empty(2**28, dtype=torch.int8, device=DEVICE)
+
+
+def _host_ms(function: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    function()
+    return max((time.perf_counter() - begin) * 1e3, 1e-6)
 
 
 @lru_cache(maxsize=1)
 def copy_bandwidth() -> float:
     """GB/s of a 1 GiB copy on the current GPU: bytes read plus bytes written, by time."""
-    source = torch.ones(2**29, dtype=torch.bfloat16, device="cuda")
+    source = torch.ones(2**29 if on_gpu() else 2**20, dtype=torch.bfloat16, device=DEVICE)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / median_ms(lambda: target.copy_(source)) / 1e6
+    return 2 * source.nbytes / median_ms(lambda: target.copy_(source), least=20) / 1e6
+
+
+def peak_gib(function: Callable[[], Any]) -> float:
+    """GiB that one call, not its first, allocates at its peak beyond what was there before; 0 without a GPU."""
+    if not on_gpu():
+        return 0.0
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def rival_ms(name: str, function: Callable[[], Any] | None, *, least: int = 5) -> float | None:
+    """`median_ms` of other people's code: None where it is not there, does not fit, or fails (said on stderr)."""
+    if function is None:
+        return None
+    try:
+        return median_ms(function, least=least)
+    except ModuleNotFoundError:
+        return None
+    except failures() as error:
+        reason = next(iter(str(error).strip().splitlines()), "")
+        print(f"{name}: {type(error).__name__}: {reason}", file=sys.stderr)
+        if on_gpu():
+            torch.cuda.empty_cache()
+        return None
+
+
+def failures() -> tuple[type[BaseException], ...]:
+    """What compilers and libraries raise; out of memory is a RuntimeError."""
+    common = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, LookupError, ImportError, OSError)
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return common
+    return (*common, TritonError)
 
 
 def measure(
@@ -70,45 +237,110 @@ def measure(
     counted_bytes: int,
     function: Callable[[], Any],
     torch_function: Callable[[], Any] | None = None,
+    *,
+    compiled: Callable[[], Any] | None = None,
+    liger: Callable[[], Any] | None = None,
+    module: ModuleType | None = None,
+    least: int = 5,
 ) -> Timing:
-    """Times the function and, where given, the torch expression for the same work; prints nothing."""
-    ms = median_ms(function)
-    torch_ms = None
-    if torch_function is not None:
-        try:
-            torch_ms = median_ms(torch_function)
-        except torch.cuda.OutOfMemoryError:
-            torch.cuda.empty_cache()
+    """Times the function and, where given, what else does the same work; prints nothing but failures of others.
+
+    compiled (a `Rival` of `torch_compile`) and module (the kernel's, whose `long_indexing` is made to say yes) count
+    at ``SETTINGS.compared_at`` tokens only.
+    """
+    ms = median_ms(function, least=least)
+    where = f"{operation}, {case}, {tokens} tokens"
+    torch_ms = rival_ms(f"{where}: torch", torch_function, least=least)
+    compared = tokens == SETTINGS.compared_at
+    compile_ms = rival_ms(f"{where}: torch.compile", compiled) if compared and SETTINGS.compile else None
+    liger_ms = rival_ms(f"{where}: Liger", liger, least=least)
+    int64_ms = None
+    if compared and module is not None:
+        with patch.object(module, "long_indexing", lambda *tensors: True):
+            int64_ms = median_ms(function, least=least)
     bandwidth = counted_bytes / ms / 1e6
     return Timing(
-        operation, case, tokens, ms, counted_bytes, bandwidth, bandwidth / copy_bandwidth(), torch_ms
-    )
+        operation, case, tokens, ms, counted_bytes, bandwidth, bandwidth / copy_bandwidth(), torch_ms,
+        compile_ms=compile_ms, liger_ms=liger_ms, int64_ms=int64_ms,
+    )  # fmt: skip
 
 
-def record(timings: list[Timing]) -> dict[str, Any]:
-    """The object that benchmarks/results keeps (see its README for the keys)."""
+_PACKAGES = (
+    "torch", "triton", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "liger_kernel", "flash-attn-4",
+)  # fmt: skip
+_WORK = "random bf16 tensors of one layer; bytes: every input read once, every output written once"
+_NOTES = (
+    "median of at least 5 calls and 40 ms after 10 ms of warm-up, on the GPU's clock; L2 overwritten and the GPU kept "
+    "busy before each call, so that the host's time to launch is not in it"
+)
+
+
+def record(
+    results: Sequence[Timing | dict[str, Any]],
+    *,
+    script: str = "kernels",
+    work: str = _WORK,
+    notes: str = _NOTES,
+    floor: dict[str, Any] | None = None,
+    commit: str | None = None,
+) -> dict[str, Any]:
+    """The object that benchmarks/results keeps (see its README for the keys).
+
+    commit: what ran, where the machine has a copy of the tree without its history.
+    """
     return {
-        "command": " ".join(sys.argv),
-        "commit": _commit(),
-        "device": {"name": torch.cuda.get_device_name(), "count": 1, "cuda": torch.version.cuda},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": _triton()},
-        "work": "random bf16 tensors of one layer; bytes: every input read once, every output written once",
-        "results": [asdict(timing) for timing in timings],
-        "floor": {"copy_gb_per_s": copy_bandwidth()},
-        "notes": "triton.testing.do_bench: 50 ms warm-up, median of 200 ms, L2 flushed between calls",
+        "script": script,
+        "command": " ".join(["python", *sys.orig_argv[1:]]),
+        "commit": commit or _said_by("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
+        "date": date.today().isoformat(),
+        "device": _device(),
+        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "work": work,
+        "results": [asdict(result) if isinstance(result, Timing) else result for result in results],
+        "floor": {"copy_gb_per_s": copy_bandwidth()} if floor is None else floor,
+        "notes": notes,
     }
 
 
-def report(timings: list[Timing], *, table: bool = True) -> None:
-    """Prints the table, then `record` as one JSON object on the last line."""
+def report(
+    timings: Sequence[Timing],
+    *,
+    table: bool = True,
+    folder: str | Path | None = None,
+    commit: str | None = None,
+) -> None:
+    """Prints the table, then `record` as one JSON object on the last line; keeps that in the folder, if one is given."""
     if table:
         for timing in timings:
             print(timing)
-    print(json.dumps(record(timings)))
+    kept = record(timings, commit=commit)
+    if folder is not None:
+        save(kept, folder)
+    print(json.dumps(kept))
 
 
-def _commit() -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+def save(kept: dict[str, Any], folder: str | Path) -> Path:
+    """Writes the record as date-script-device.json into the folder; a second run of a day gets a number."""
+    device = "-".join("".join(c if c.isalnum() else " " for c in kept["device"]["name"].lower()).split())
+    stem, number = f"{kept['date']}-{kept['script']}-{device}", 1
+    path = Path(folder) / f"{stem}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while path.exists():
+        number += 1
+        path = path.with_name(f"{stem}-{number}.json")
+    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def _device() -> dict[str, Any]:
+    if not on_gpu():
+        return {"name": platform.processor() or platform.machine(), "count": 1, "cuda": None, "driver": None}
+    driver = _said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    name = torch.cuda.get_device_name()
+    return {"name": name, "count": 1, "cuda": torch.version.cuda, "driver": driver and driver.splitlines()[0]}
+
+
+def _said_by(*command: str) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
@@ -116,8 +348,8 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def _triton() -> str | None:
+def _version(package: str) -> str | None:
     try:
-        return version("triton")
-    except PackageNotFoundError:  # a build bundled with torch may carry another name
+        return version(package)
+    except PackageNotFoundError:  # not installed, or bundled with torch under another name
         return None

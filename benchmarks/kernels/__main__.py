@@ -1,13 +1,19 @@
-"""`python -m benchmarks.kernels [--json] [operation ...]` times all operations here, or those named.
+"""`python -m benchmarks.kernels [--json] [--quick] [--save FOLDER] [operation ...]` times the operations here.
 
-The last line is one JSON object; with --json it is the only line.
+The last line is one JSON object; with --json it is the only line. An operation that fails costs its own rows only, and
+the exit status is then 1.
 """
 
 import argparse
+import gc
+import sys
+import time
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks.timing import Timing, report, require_gpu
+import torch
+
+from benchmarks.timing import SETTINGS, Timing, failures, on_gpu, report, require_gpu
 
 
 def main() -> None:
@@ -18,17 +24,43 @@ def main() -> None:
     )
     parser.add_argument("operations", nargs="*", metavar="operation", help=f"any of {', '.join(known)}")
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
+    parser.add_argument("--quick", action="store_true", help="16,384 tokens only, without torch.compile")
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out: half the time")
+    parser.add_argument("--save", metavar="FOLDER", help="keep the JSON object there, e.g. benchmarks/results")
+    parser.add_argument("--commit", help="what is running, where git cannot say it")
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.operations) - set(known))
     if unknown:
         parser.error(f"unknown operation {', '.join(unknown)}; there are {', '.join(known)}")
     require_gpu()
+    SETTINGS.compile = not (arguments.quick or arguments.no_compile)
+    if arguments.quick:
+        SETTINGS.tokens = (SETTINGS.compared_at,)
+    timings, failed = collect(arguments.operations or known)
+    report(timings, table=not arguments.json, folder=arguments.save, commit=arguments.commit)
+    if failed:
+        raise SystemExit(1)
+
+
+def collect(operations: list[str]) -> tuple[list[Timing], list[str]]:
+    """The timings of the named operations, and the names of those that failed; progress goes to stderr."""
     timings: list[Timing] = []
-    for name in arguments.operations or known:
+    failed = []
+    for name in operations:
+        begin = time.perf_counter()
         module = import_module(f"benchmarks.kernels.{name}")
-        if hasattr(module, "run"):
+        if not hasattr(module, "run"):
+            continue
+        try:
             timings += module.run()
-    report(timings, table=not arguments.json)
+        except failures() as error:
+            print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr)
+            failed.append(name)
+        print(f"{name}: {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+        gc.collect()
+        if on_gpu():
+            torch.cuda.empty_cache()  # the next operation's sizes are others
+    return timings, failed
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Output head and loss, forward and backward: 8,192 rows of width 4,096 over a vocabulary of 151,936.
 
-Beside each time stand the bare products that the work cannot do without (two for a frozen head, three for a
-trainable one), the stock head (full logits, fp32 cross-entropy) and the memory allocated at the peak.
+Beside each time stand the bare products that the work cannot do without (two for a frozen head, three for a trainable
+one), the stock head (full logits, fp32 cross-entropy), Liger's, and the GiB that each allocates at its peak. Then the
+frozen heads of all models at every number of tokens.
 """
 
 from collections.abc import Callable
@@ -12,78 +13,130 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.timing import Timing, measure, median_ms, report, require_gpu
+import fastlm.kernels.softmax_rows as module
+from benchmarks.kernels import cases
+from benchmarks.peers import liger_head
+from benchmarks.timing import DEVICE, Timing, measure, median_ms, peak_gib, report, require_gpu
 from fastlm.kernels.linear_cross_entropy import linear_cross_entropy
 
 ROWS, WIDTH, VOCABULARY = 8192, 4096, 151_936
+LONGEST_COMPARED = 16_384  # rows; beyond, the full logits do not fit, and Liger takes seconds a call
+PRODUCT_ROWS = 8192  # the bare products of more rows are timed in pieces of this many
 
 
 @dataclass(frozen=True)
 class HeadTiming(Timing):
-    """Milliseconds of the bare products; GiB at the peak beyond what was allocated before the call."""
+    """Milliseconds of the bare products, and ours as a multiple of them; GiB at the peak beyond the inputs."""
 
     products_ms: float
+    times_products: float
     peak_gib: float
+    torch_peak_gib: float | None
+    liger_peak_gib: float | None
 
     def __str__(self) -> str:
-        products = f"products {self.products_ms:.1f} ms ({self.products_ms / self.ms:.0%})"
-        return f"{super().__str__()}  {products}, peak {self.peak_gib:.2f} GiB"
+        products = f"products {self.products_ms:.1f} ms (ours {self.times_products:.2f}x)"
+        rivals = {"torch": self.torch_peak_gib, "liger": self.liger_peak_gib}
+        peaks = "".join(f", {name} {gib:.2f}" for name, gib in rivals.items() if gib is not None)
+        return f"{super().__str__()}  {products}, peak {self.peak_gib:.2f} GiB{peaks}"
 
 
-def peak_gib(function: Callable[[], Any]) -> float:
-    """GiB that one call allocates at its peak."""
-    function()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    function()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
+@dataclass(frozen=True, eq=False)
+class _Head:
+    """Inputs, and the contenders: each returns the gradients of the mean loss."""
+
+    hidden: Tensor  # [N, H]
+    weight: Tensor  # [V, H]
+    targets: Tensor  # [N]
+    softcap: float | None = None
+
+    @classmethod
+    def random(cls, rows: int, width: int, vocabulary: int, softcap: float | None = None) -> "_Head":
+        hidden = torch.randn(rows, width, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
+        weight = torch.randn(vocabulary, width, dtype=torch.bfloat16, device=DEVICE) * 0.02
+        return cls(hidden, weight, torch.randint(vocabulary, (rows,), device=DEVICE), softcap)
+
+    def _gradients(self, loss: Tensor) -> Any:
+        leaves = [leaf for leaf in (self.hidden, self.weight) if leaf.requires_grad]
+        return torch.autograd.grad(loss, leaves)
+
+    def early(self) -> Any:
+        """Row weights given: a trainable head's gradient is formed in forward."""
+        rows = self.hidden.shape[0]
+        row_weight = torch.full((rows,), 1 / rows, device=DEVICE)
+        output = linear_cross_entropy(
+            self.hidden, self.weight, self.targets, softcap=self.softcap, row_weight=row_weight
+        )
+        return self._gradients(output.loss)
+
+    def late(self) -> Any:
+        """A loss per row: what each counts is known in backward only."""
+        output = linear_cross_entropy(self.hidden, self.weight, self.targets, softcap=self.softcap)
+        return self._gradients(output.loss.mean())
+
+    def stock(self) -> Any:
+        logits = F.linear(self.hidden, self.weight)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return self._gradients(F.cross_entropy(logits.float(), self.targets))
+
+    def liger(self) -> Any:
+        return self._gradients(liger_head(self.hidden, self.weight, self.targets, self.softcap))
+
+    def products_ms(self) -> float:
+        """The products alone, over one full [N, V] buffer."""
+        hidden, weight = self.hidden.detach()[:PRODUCT_ROWS], self.weight.detach()
+        logits = torch.empty(hidden.shape[0], weight.shape[0], dtype=hidden.dtype, device=DEVICE)
+        torch.mm(hidden, weight.t(), out=logits)  # ordinary numbers in it from the start
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.empty_like(weight) if self.weight.requires_grad else None
+
+        def products() -> None:
+            torch.mm(hidden, weight.t(), out=logits)
+            torch.mm(logits, weight, out=d_hidden)
+            if d_weight is not None:
+                torch.mm(logits.t(), hidden, out=d_weight)
+
+        with torch.no_grad():
+            return median_ms(products) * self.hidden.shape[0] / hidden.shape[0]
 
 
-def products_ms(hidden: Tensor, weight: Tensor, *, trainable: bool) -> float:
-    """The products alone, over one full [N, V] buffer."""
-    logits = torch.empty(ROWS, VOCABULARY, dtype=hidden.dtype, device=hidden.device)
-    d_hidden = torch.empty_like(hidden)
-    d_weight = torch.empty_like(weight) if trainable else None
-
-    def products() -> None:
-        torch.mm(hidden, weight.t(), out=logits)
-        torch.mm(logits, weight, out=d_hidden)
-        if d_weight is not None:
-            torch.mm(logits.t(), hidden, out=d_weight)
-
-    with torch.no_grad():
-        return median_ms(products)
-
-
-def run() -> list[Timing]:
+def run(rows: int = ROWS, width: int = WIDTH, vocabulary: int = VOCABULARY) -> list[Timing]:
     """Frozen and trainable heads with row weights, and both with the row gradients known only in backward."""
-    hidden = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, device="cuda").requires_grad_()
-    weight = torch.randn(VOCABULARY, WIDTH, dtype=torch.bfloat16, device="cuda") * 0.02
-    targets = torch.randint(VOCABULARY, (ROWS,), device="cuda")
-    row_weight = torch.full((ROWS,), 1 / ROWS, device="cuda")
     timings: list[Timing] = []
     for trainable in (False, True):
-        weight.requires_grad_(trainable)
-        leaves = [hidden, weight] if trainable else [hidden]
-
-        def stock(leaves: list[Tensor] = leaves) -> Any:
-            return torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight).float(), targets), leaves)
-
-        def early(leaves: list[Tensor] = leaves) -> Any:
-            loss = linear_cross_entropy(hidden, weight, targets, row_weight=row_weight).loss
-            return torch.autograd.grad(loss, leaves)
-
-        def late(leaves: list[Tensor] = leaves) -> Any:
-            return torch.autograd.grad(linear_cross_entropy(hidden, weight, targets).loss.mean(), leaves)
-
-        floor = products_ms(hidden.detach(), weight.detach(), trainable=trainable)
-        counted = (2 + len(leaves) - 1) * weight.nbytes + 4 * hidden.nbytes
-        for name, function in (("row weights", early), ("per row", late)):
+        head = _Head.random(rows, width, vocabulary)
+        head.weight.requires_grad_(trainable)
+        floor = head.products_ms()
+        for name, function in (("row weights", head.early), ("per row", head.late)):
             case = f"{'trainable' if trainable else 'frozen'}, {name}"
-            base = measure("linear_cross_entropy", case, ROWS, counted, function, stock)
-            timings.append(HeadTiming(**asdict(base), products_ms=floor, peak_gib=peak_gib(function)))
+            timings.append(_one("head", case, head, function, floor, rivals=True))
+        del head
+    for model, tokens in cases():
+        head = _Head.random(tokens, model.hidden, model.vocabulary, model.softcap)
+        compared = tokens <= LONGEST_COMPARED
+        timings.append(_one("head", model.name, head, head.early, head.products_ms(), rivals=compared, least=2))
+        del head
     return timings
+
+
+def _one(
+    operation: str, case: str, head: _Head, function: Callable[[], Any], floor: float, *, rivals: bool, least: int = 3
+) -> HeadTiming:
+    products = 3 if head.weight.requires_grad else 2
+    counted = products * head.weight.nbytes + 4 * head.hidden.nbytes
+    base = measure(
+        operation, case, head.hidden.shape[0], counted, function, head.stock if rivals else None,
+        liger=head.liger if rivals else None, module=module, least=least,
+    )  # fmt: skip
+    return HeadTiming(
+        **asdict(base),
+        products_ms=floor,
+        times_products=base.ms / floor,
+        peak_gib=peak_gib(function),
+        torch_peak_gib=peak_gib(head.stock) if base.torch_ms is not None else None,
+        liger_peak_gib=peak_gib(head.liger) if base.liger_ms is not None else None,
+    )
 
 
 if __name__ == "__main__":

@@ -1,39 +1,87 @@
-"""rope of queries and keys, as views of one packed projection, against the torch expression."""
+"""rope of queries and keys, as views of one packed projection, in one launch, against the torch expression.
+
+Beside it stand two launches of the same kernel, one for the queries and one for the keys: alone, and after the copy of
+each to [B, heads, T, D] of its own, which a kernel needs that knows only that layout and rotates in place (forward: the
+projection's output is shared; backward: the incoming gradient is not its to overwrite). Liger rotates its inputs in
+place and gets contiguous ones, its best case.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.kernels import ModelShapes, cases
-from benchmarks.timing import Timing, measure, report, require_gpu
+import fastlm.kernels.rope as module
+from benchmarks.kernels import ModelShapes, distinct
+from benchmarks.peers import liger_rope
+from benchmarks.timing import DEVICE, Rival, Timing, measure, median_ms, report, require_gpu, torch_compile
 from fastlm.kernels.rope import rope_bwd, rope_fwd, rope_reference
+
+
+@dataclass(frozen=True)
+class RopeTiming(Timing):
+    """Milliseconds of two launches, and of two launches with the copies and transposes that one saves."""
+
+    two_launches_ms: float
+    copies_and_two_launches_ms: float
+
+    def __str__(self) -> str:
+        two, copies = self.two_launches_ms / self.ms, self.copies_and_two_launches_ms / self.ms
+        return f"{super().__str__()}  two launches {two:.2f}x, with copies {copies:.2f}x"
 
 
 def run() -> list[Timing]:
     """Forward and backward; bf16, tables too."""
-    return [timing for model, tokens in cases() for timing in _one(model, tokens)]
+    shapes = distinct(lambda model: (model.query_heads, model.key_heads, model.head_dim))
+    return [timing for name, model, tokens in shapes for timing in _one(name, model, tokens)]
 
 
-def _one(model: ModelShapes, tokens: int) -> list[Timing]:
+def _one(case: str, model: ModelShapes, tokens: int) -> list[Timing]:
     heads = model.query_heads + 2 * model.key_heads
-    packed = torch.randn(1, tokens, heads, model.head_dim, dtype=torch.bfloat16, device="cuda")
+    packed = torch.randn(1, tokens, heads, model.head_dim, dtype=torch.bfloat16, device=DEVICE)
     q, k = packed[:, :, : model.query_heads], packed[:, :, model.query_heads : -model.key_heads]
-    angles = torch.rand(1, tokens, model.head_dim // 2, device="cuda").repeat(1, 1, 2) * 50
+    angles = torch.rand(1, tokens, model.head_dim // 2, device=DEVICE).repeat(1, 1, 2) * 50
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
-    dq, dk = (torch.randn(x.shape, dtype=x.dtype, device="cuda") for x in (q, k))
-    leaves = q.detach().requires_grad_(), k.detach().requires_grad_()
-    outputs = rope_reference(*leaves, cos=cos, sin=sin)
+    dq, dk = (torch.randn(x.shape, dtype=x.dtype, device=DEVICE) for x in (q, k))
+    leaves = q.detach().requires_grad_(), k.detach().requires_grad_(), cos, sin
+    own = q.detach().clone().requires_grad_(), k.detach().clone().requires_grad_(), cos, sin
+    plain = Rival(rope_reference, leaves, (dq, dk))
+    compiled = Rival(torch_compile(_reference), leaves, (dq, dk))
+    liger = Rival(liger_rope, own, (dq.clone(), dk.clone()))
     counted = 2 * (dq.nbytes + dk.nbytes) + cos.nbytes  # half of cos and half of sin
+    forward = measure(
+        "rope fwd", case, tokens, counted, lambda: rope_fwd(q, k, cos, sin),
+        plain.forward, compiled=compiled.forward, liger=liger.forward, module=module,
+    )  # fmt: skip
+    backward = measure(
+        "rope bwd", case, tokens, counted, lambda: rope_bwd(dq, dk, cos, sin),
+        plain.backward, compiled=compiled.backward, liger=liger.backward, module=module,
+    )  # fmt: skip
     return [
-        measure(
-            "rope fwd", model.name, tokens, counted,
-            lambda: rope_fwd(q, k, cos, sin),
-            lambda: rope_reference(q, k, cos, sin),
-        ),
-        measure(
-            "rope bwd", model.name, tokens, counted,
-            lambda: rope_bwd(dq, dk, cos, sin),
-            lambda: torch.autograd.grad(outputs, leaves, (dq, dk), retain_graph=True),
-        ),
-    ]  # fmt: skip
+        _beside_two_launches(forward, rope_fwd, q, k, cos, sin),
+        _beside_two_launches(backward, rope_bwd, dq, dk, cos, sin),
+    ]
+
+
+def _reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return rope_reference(q, k, cos, sin)
+
+
+def _beside_two_launches(
+    one: Timing, function: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
+) -> RopeTiming:
+    def alone(x: Tensor) -> Tensor:
+        return function(x, x[:, :, :0], cos, sin)[0]  # no keys
+
+    def copied(x: Tensor) -> Tensor:
+        heads_first = x.transpose(1, 2).contiguous()  # [B, heads, T, D]
+        return alone(heads_first.transpose(1, 2)).transpose(1, 2)
+
+    two = median_ms(lambda: (alone(q), alone(k)))
+    copies = median_ms(lambda: (copied(q), copied(k)))
+    return RopeTiming(**asdict(one), two_launches_ms=two, copies_and_two_launches_ms=copies)
 
 
 if __name__ == "__main__":

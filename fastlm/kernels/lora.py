@@ -112,7 +112,8 @@ def _adapter_gradients(
     if width == 0:
         return None, [None] * len(adapters)
     dlow = dys[0].new_empty(dys[0].shape[0], width)
-    start, db = 0, []
+    start = 0
+    db: list[Tensor | None] = []
     for dy, low, b, scale in zip(dys, lows, adapters, scales, strict=True):
         if b is None or low is None:
             db.append(None)

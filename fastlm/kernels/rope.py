@@ -15,7 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from .launch import device_guard, long_indexing, next_power_of_2, tl, triton, use_triton
 
-__all__ = ["LAYOUTS", "RopeFunction", "rope", "rope_bwd", "rope_fwd", "rope_reference"]
+__all__ = ["LAYOUTS", "RopeFunction", "check_rope", "load_angles", "load_pairs", "rope", "rope_bwd", "rope_fwd",
+           "rope_reference", "rope_tables", "store_pairs"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,48 +40,95 @@ WARPS = 4
 
 
 @triton.jit
+def load_angles(
+    table_pointer, batch, token, batch_stride, token_stride,
+    ROTATED: tl.constexpr, PAIR_BLOCK: tl.constexpr, TABLE_STEP: tl.constexpr, OTHER: tl.constexpr,
+):  # fmt: skip
+    """A token's cos or sin, fp32 [1, PAIR_BLOCK]; OTHER past the pairs that are rotated."""
+    pair = tl.arange(0, PAIR_BLOCK)
+    pointer = table_pointer + batch * batch_stride + token * token_stride + pair * TABLE_STEP
+    return tl.load(pointer, mask=pair < ROTATED // 2, other=OTHER).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _pair_dims(DIMS: tl.constexpr, ROTATED: tl.constexpr, PAIR_BLOCK: tl.constexpr, LONG_INDEXING: tl.constexpr):
+    """Where the members of each pair stand in the "half" layouts: [1, PAIR_BLOCK] each."""
+    pair = tl.arange(0, PAIR_BLOCK)
+    if LONG_INDEXING:
+        pair = pair.to(tl.int64)
+    first = pair
+    second = pair + ROTATED // 2
+    if ROTATED < DIMS:  # dimensions that are not rotated form pairs after those that are
+        ALIGNED: tl.constexpr = (ROTATED // 2 | DIMS // 2) & -(ROTATED // 2 | DIMS // 2)
+        first = tl.where(pair < ROTATED // 2, first, pair + ROTATED // 2)
+        second = tl.where(pair < ROTATED // 2, second, pair + DIMS // 2)
+        first = tl.max_contiguous(tl.multiple_of(first, ALIGNED), ALIGNED)
+        second = tl.max_contiguous(tl.multiple_of(second, ALIGNED), ALIGNED)
+    return first[None, :], second[None, :]
+
+
+@triton.jit
+def load_pairs(
+    pointer, mask, dim_stride, DIMS: tl.constexpr, ROTATED: tl.constexpr, PAIR_BLOCK: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, LONG_INDEXING: tl.constexpr,
+):  # fmt: skip
+    """The members of the DIMS / 2 pairs of some heads (pointer, mask: [HEADS, 1]), fp32 [HEADS, PAIR_BLOCK] each."""
+    if NEIGHBOURS:
+        dim = tl.arange(0, 2 * PAIR_BLOCK)[None, :]
+        if LONG_INDEXING:
+            dim = dim.to(tl.int64)
+        x = tl.load(pointer + dim * dim_stride, mask=mask & (dim < DIMS), other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(x, (x.shape[0], PAIR_BLOCK, 2)))
+    else:
+        first_dim, second_dim = _pair_dims(DIMS, ROTATED, PAIR_BLOCK, LONG_INDEXING)
+        mask = mask & (tl.arange(0, PAIR_BLOCK) < DIMS // 2)[None, :]
+        first = tl.load(pointer + first_dim * dim_stride, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(pointer + second_dim * dim_stride, mask=mask, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def store_pairs(
+    pointer, mask, first, second, DIMS: tl.constexpr, ROTATED: tl.constexpr, PAIR_BLOCK: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, LONG_INDEXING: tl.constexpr,
+):  # fmt: skip
+    """The opposite of `load_pairs`, into contiguous heads."""
+    if NEIGHBOURS:
+        dim = tl.arange(0, 2 * PAIR_BLOCK)[None, :]
+        y = tl.reshape(tl.join(first, second), (first.shape[0], 2 * PAIR_BLOCK))
+        tl.store(pointer + dim, y.to(pointer.dtype.element_ty), mask=mask & (dim < DIMS))
+    else:
+        first_dim, second_dim = _pair_dims(DIMS, ROTATED, PAIR_BLOCK, LONG_INDEXING)
+        mask = mask & (tl.arange(0, PAIR_BLOCK) < DIMS // 2)[None, :]
+        tl.store(pointer + first_dim, first.to(pointer.dtype.element_ty), mask=mask)
+        tl.store(pointer + second_dim, second.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _rotate_heads(
     in_pointer, out_pointer, cos, sin, in_head_stride, in_dim_stride,
     HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr,
     PAIR_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr, LONG_INDEXING: tl.constexpr,
 ):  # fmt: skip
     """All heads of one token: pointers stand at its first element, out is contiguous [HEADS, HEAD_DIM]."""
-    for first in range(0, HEADS, HEAD_BLOCK):
-        head = first + tl.arange(0, HEAD_BLOCK)  # [HEAD_BLOCK]
-        pair = tl.arange(0, PAIR_BLOCK)  # [PAIR_BLOCK]
-        head_mask = (head < HEADS)[:, None]
+    for start in range(0, HEADS, HEAD_BLOCK):
+        head = start + tl.arange(0, HEAD_BLOCK)[:, None]  # [HEAD_BLOCK, 1]
+        mask = head < HEADS
         if LONG_INDEXING:
             head = head.to(tl.int64)
-            pair = pair.to(tl.int64)
-        in_head = in_pointer + head[:, None] * in_head_stride
-        out_head = out_pointer + head[:, None] * HEAD_DIM
-        if NEIGHBOURS:
-            dim = tl.arange(0, 2 * PAIR_BLOCK)
-            if LONG_INDEXING:
-                dim = dim.to(tl.int64)
-            mask = head_mask & (dim < ROTATED)[None, :]
-            x = tl.load(in_head + dim[None, :] * in_dim_stride, mask=mask, other=0.0).to(tl.float32)
-            x1, x2 = tl.split(tl.reshape(x, (HEAD_BLOCK, PAIR_BLOCK, 2)))  # [HEAD_BLOCK, PAIR_BLOCK] each
-            y1 = x1 * cos[None, :] - x2 * sin[None, :]
-            y2 = x2 * cos[None, :] + x1 * sin[None, :]
-            y = tl.reshape(tl.join(y1, y2), (HEAD_BLOCK, 2 * PAIR_BLOCK))
-            tl.store(out_head + dim[None, :], y.to(out_pointer.dtype.element_ty), mask=mask)
-        else:
-            mask = head_mask & (pair < ROTATED // 2)[None, :]
-            partner = pair + ROTATED // 2
-            x1 = tl.load(in_head + pair[None, :] * in_dim_stride, mask=mask, other=0.0).to(tl.float32)
-            x2 = tl.load(in_head + partner[None, :] * in_dim_stride, mask=mask, other=0.0).to(tl.float32)
-            y1 = x1 * cos[None, :] - x2 * sin[None, :]
-            y2 = x2 * cos[None, :] + x1 * sin[None, :]
-            tl.store(out_head + pair[None, :], y1.to(out_pointer.dtype.element_ty), mask=mask)
-            tl.store(out_head + partner[None, :], y2.to(out_pointer.dtype.element_ty), mask=mask)
+        in_head = in_pointer + head * in_head_stride
+        out_head = out_pointer + head * HEAD_DIM
+        x1, x2 = load_pairs(in_head, mask, in_dim_stride, ROTATED, ROTATED, PAIR_BLOCK, NEIGHBOURS, LONG_INDEXING)
+        y1 = x1 * cos - x2 * sin
+        y2 = x2 * cos + x1 * sin
+        store_pairs(out_head, mask, y1, y2, ROTATED, ROTATED, PAIR_BLOCK, NEIGHBOURS, LONG_INDEXING)
         if ROTATED < HEAD_DIM:  # the rest passes through, bit by bit
-            rest = ROTATED + tl.arange(0, REST_BLOCK)
+            rest = ROTATED + tl.arange(0, REST_BLOCK)[None, :]
             if LONG_INDEXING:
                 rest = rest.to(tl.int64)
-            rest_mask = head_mask & (rest < HEAD_DIM)[None, :]
-            passed = tl.load(in_head + rest[None, :] * in_dim_stride, mask=rest_mask)
-            tl.store(out_head + rest[None, :], passed, mask=rest_mask)
+            rest_mask = mask & (rest < HEAD_DIM)
+            passed = tl.load(in_head + rest * in_dim_stride, mask=rest_mask)
+            tl.store(out_head + rest, passed, mask=rest_mask)
 
 
 @triton.jit(do_not_specialize=["token_count"])
@@ -99,12 +147,12 @@ def _rope_kernel(
         program = program.to(tl.int64)
     batch = program // token_count
     token = program % token_count
-    pair = tl.arange(0, PAIR_BLOCK)
-    pair_mask = pair < ROTATED // 2
-    cos_token = cos_pointer + batch * cos_batch_stride + token * cos_token_stride
-    sin_token = sin_pointer + batch * sin_batch_stride + token * sin_token_stride
-    cos = tl.load(cos_token + pair * TABLE_STEP, mask=pair_mask, other=0.0).to(tl.float32)  # [PAIR_BLOCK]
-    sin = tl.load(sin_token + pair * TABLE_STEP, mask=pair_mask, other=0.0).to(tl.float32)
+    cos = load_angles(
+        cos_pointer, batch, token, cos_batch_stride, cos_token_stride, ROTATED, PAIR_BLOCK, TABLE_STEP, 0.0
+    )
+    sin = load_angles(
+        sin_pointer, batch, token, sin_batch_stride, sin_token_stride, ROTATED, PAIR_BLOCK, TABLE_STEP, 0.0
+    )
     if BACKWARD:
         sin = -sin
     _rotate_heads(
@@ -119,6 +167,14 @@ def _rope_kernel(
     )  # fmt: skip
 
 
+def rope_tables(cos: Tensor, sin: Tensor, layout: str) -> tuple[Tensor, Tensor, tuple[int, ...], int]:
+    """cos and sin [B or 1, T, R] with contiguous rows, their batch and token strides, and how many dims they rotate."""
+    # a last dimension of tables that is strided is rare and small: copy
+    cos, sin = (table if table.stride(-1) == 1 else table.contiguous() for table in (cos, sin))
+    strides = [table.stride(i) if table.shape[i] > 1 else 0 for table in (cos, sin) for i in (0, 1)]
+    return cos, sin, tuple(strides), cos.shape[-1] * 2 // LAYOUTS[layout].table_repeats
+
+
 def rope_fwd(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str = "half", *, backward: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -128,17 +184,13 @@ def rope_fwd(
     batch_size, token_count, q_heads, head_dim = q.shape
     if batch_size * token_count == 0:
         return q_out, k_out
-    # a last dimension of tables that is strided is rare and small: copy
-    cos, sin = (table if table.stride(-1) == 1 else table.contiguous() for table in (cos, sin))
+    cos, sin, table_strides, rotated = rope_tables(cos, sin, layout)
     facts, k_heads = LAYOUTS[layout], k.shape[2]
-    rotated = cos.shape[-1] * 2 // facts.table_repeats
     pair_block = next_power_of_2(max(rotated // 2, 1))
     head_limit = max(1, PAIRS_PER_BLOCK // pair_block)
     with device_guard(q):
         _rope_kernel[(batch_size * token_count,)](
-            q, k, cos, sin, q_out, k_out, token_count, *q.stride(), *k.stride(),
-            cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
-            sin.stride(0) if sin.shape[0] > 1 else 0, sin.stride(1),
+            q, k, cos, sin, q_out, k_out, token_count, *q.stride(), *k.stride(), *table_strides,
             Q_HEADS=q_heads, K_HEADS=k_heads,
             Q_HEAD_BLOCK=min(next_power_of_2(q_heads), head_limit),
             K_HEAD_BLOCK=min(next_power_of_2(k_heads), head_limit),
@@ -150,9 +202,7 @@ def rope_fwd(
     return q_out, k_out
 
 
-def rope_bwd(
-    dq_out: Tensor, dk_out: Tensor, cos: Tensor, sin: Tensor, layout: str = "half"
-) -> tuple[Tensor, Tensor]:
+def rope_bwd(dq_out: Tensor, dk_out: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> tuple[Tensor, Tensor]:
     """Gradients of q and k, fresh and contiguous; dq_out and dk_out, of any strides, are only read."""
     return rope_fwd(dq_out, dk_out, cos, sin, layout, backward=True)
 
@@ -161,9 +211,7 @@ class RopeFunction(torch.autograd.Function):
     """RoPE by the kernel above; see `rope`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.layout = layout
         return rope_fwd(q, k, cos, sin, layout)
@@ -197,15 +245,13 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half"
     Raises:
         ValueError: shapes that do not fit together, an odd or too large R, an unknown layout.
     """
-    _check(q, k, cos, sin, layout)
+    check_rope(q, k, cos, sin, layout)
     if cos.requires_grad or sin.requires_grad or not use_triton(q, k, cos, sin):
         return rope_reference(q, k, cos, sin, layout=layout)
     return RopeFunction.apply(q, k, cos, sin, layout)
 
 
-def rope_reference(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half"
-) -> tuple[Tensor, Tensor]:
+def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, layout: str = "half") -> tuple[Tensor, Tensor]:
     """`rope` in plain torch, with the operations of transformers' apply_rotary_pos_emb in their order."""
     facts = LAYOUTS[layout]
     if layout == "half_once":
@@ -229,7 +275,8 @@ def rope_reference(
     return rotate(q), rotate(k)
 
 
-def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
+def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str) -> None:
+    """Raises ValueError where q, k [B, T, H, D] and cos, sin [B or 1, T, R] do not fit together."""
     if layout not in LAYOUTS:
         raise ValueError(f"rope: unknown layout {layout!r}, expected one of {', '.join(LAYOUTS)}")
     if q.dim() != 4 or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:

@@ -69,14 +69,14 @@ def _transform(
     """Raw logits to z."""
     z = x * logit_scale
     if HAS_SOFTCAP:  # tanh within two ulps, without libdevice, which has no interpreter
-        ratio = z / softcap
+        ratio = tl.div_rn(z, softcap)
         square = ratio * ratio
         series = ratio * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
         e = exp_accurate(-2 * tl.abs(ratio))
         tanh = tl.where(ratio < 0, e - 1, 1 - e) / (1 + e)
         z = softcap * tl.where(square < 0.0225, series, tanh)
     if HAS_TEMPERATURE:
-        z = z / temperature
+        z = tl.div_rn(z, temperature)  # plain division is off by two ulps on a GPU, which exp multiplies
     return z
 
 

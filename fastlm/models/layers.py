@@ -107,7 +107,8 @@ def _mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
         return _outputs(glu_packed(gate_up, patch.activation), self.down_proj)[0]
     projections = fusable(hidden_states, (self.gate_proj, self.up_proj, self.down_proj))
     if projections is not None:
-        return lora_mlp(hidden_states, *projections, patch.activation)
+        gate_projection, up_projection, down_projection = projections
+        return lora_mlp(hidden_states, gate_projection, up_projection, down_projection, patch.activation)
     gate, up = _outputs(hidden_states, self.gate_proj, self.up_proj)
     return _outputs(glu(gate, up, patch.activation), self.down_proj)[0]
 

@@ -8,7 +8,7 @@ attention takes. Classes, registries and other models are never touched.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -19,8 +19,9 @@ from transformers import PreTrainedModel
 from ..kernels.attention import choose_backend
 from . import forms
 from .adapters import adapter_obstacle, is_adapted
+from .backbone import ModelPatch, boundary_obstacle, prepare_backbone, stock_class
 from .fingerprint import fingerprint
-from .head import boundaries_from, boundaries_on, head_forward_for, head_obstacle
+from .head import head_forward_for, head_obstacle
 from .layers import LayerPatch, Switch, activation_name, attention_features, forward_for
 
 __all__ = [
@@ -56,17 +57,6 @@ class PatchReport:
         return "\n".join(f"{name:<{width}}  {what}" for name, what in rows)
 
 
-@dataclass(eq=False)
-class _ModelPatch:
-    """What patching left on the causal LM (or headless model), as ``model._fastlm_model``."""
-
-    switch: Switch
-    report: PatchReport
-    limits: dict[str, int] = field(
-        default_factory=dict
-    )  # rope type -> longest sample that it rotates independently
-
-
 def patch(model: nn.Module) -> PatchReport:
     """Run fastlm's forwards in this model; returns what is fused and what stays stock.
 
@@ -75,7 +65,7 @@ def patch(model: nn.Module) -> PatchReport:
     and ValueError for a model that FSDP, DDP or torch.compile has wrapped: patch first, wrap then.
     """
     core = _core(model)
-    patched: _ModelPatch | None = core.__dict__.get("_fastlm_model")
+    patched: ModelPatch | None = core.__dict__.get("_fastlm_model")
     switch = patched.switch if patched is not None else Switch()
     switch.on = True
     fused: dict[str, int] = {}
@@ -92,13 +82,13 @@ def patch(model: nn.Module) -> PatchReport:
             if is_adapted(projection):
                 why = adapter_obstacle(projection, core.dtype) if reason is None else f"its {kind} runs stock code"
                 _note(fused, stock, "lora", f"{name}.{child}", why)
-    obstacle, limits = _boundary_obstacle(core, stock)
+    obstacle, limits = boundary_obstacle(core, stock)
     result = PatchReport(fused, stock, backends, obstacle)
-    core._fastlm_model = _ModelPatch(switch, result, limits)  # type: ignore[assignment]
+    core._fastlm_model = ModelPatch(switch, result, limits)  # type: ignore[assignment]
     backbone = core.base_model
     backbone._fastlm_backbone = core.__dict__["_fastlm_model"]
-    if _prepare_backbone not in backbone._forward_pre_hooks.values():
-        backbone.register_forward_pre_hook(_prepare_backbone, with_kwargs=True)
+    if prepare_backbone not in backbone._forward_pre_hooks.values():
+        backbone.register_forward_pre_hook(prepare_backbone, with_kwargs=True)
     return result
 
 
@@ -112,7 +102,7 @@ def _note(fused: dict[str, int], stock: dict[str, str], kind: str, name: str, re
 def unpatch(model: nn.Module) -> None:
     """Put every stock forward back. A model that is not patched is left as it is."""
     core = _core(model, wrapped_is_fine=True)
-    patched: _ModelPatch | None = core.__dict__.get("_fastlm_model")
+    patched: ModelPatch | None = core.__dict__.get("_fastlm_model")
     if patched is None:
         return
     patched.switch.on = (
@@ -130,7 +120,7 @@ def unpatch(model: nn.Module) -> None:
                 del module.__dict__[slot]
     backbone = core.base_model
     for key, hook in list(backbone._forward_pre_hooks.items()):
-        if hook is _prepare_backbone:
+        if hook is prepare_backbone:
             del backbone._forward_pre_hooks[key]
             backbone._forward_pre_hooks_with_kwargs.pop(key, None)
     backbone.__dict__.pop("_fastlm_backbone", None)
@@ -168,7 +158,7 @@ def padding_free_obstacle(model: Any, max_length: int | None = None) -> str | No
     core = patched_core(model)
     if core is None:
         return "the model is not patched by fastlm"
-    patched: _ModelPatch = core.__dict__["_fastlm_model"]
+    patched: ModelPatch = core.__dict__["_fastlm_model"]
     if patched.report.obstacle is not None:
         return patched.report.obstacle
     for rope_type, limit in patched.limits.items():
@@ -196,7 +186,7 @@ def rebind_head(model: nn.Module) -> None:
     slot = _slot(core)
     if not _is_ours(core.__dict__.get(slot)):
         layer.previous = core.__dict__.get(slot)
-        core.__dict__[slot] = MethodType(head_forward_for(_stock_class(core)), core)
+        core.__dict__[slot] = MethodType(head_forward_for(stock_class(core)), core)
 
 
 def _core(model: Any, wrapped_is_fine: bool = False) -> PreTrainedModel:
@@ -235,9 +225,9 @@ _LOOKS_LIKE = {
 def _recognise(core: PreTrainedModel, module: nn.Module) -> tuple[str | None, Any, str | None]:
     """(kind, form, reason to stay stock) of a module; kind None where it is nothing that fastlm replaces."""
     if module is core and core.can_generate() and core.get_output_embeddings() is not None:
-        known = fingerprint(_stock_class(module), False) in forms.HEAD
+        known = fingerprint(stock_class(module), False) in forms.HEAD
         return "head", None, None if known else "unknown causal-LM forward"
-    module_class = _stock_class(module)
+    module_class = stock_class(module)
     if module_class.__module__.startswith(("torch.", "peft.", "bitsandbytes.")):
         return None, None, None
     for kind, pattern in _LOOKS_LIKE.items():
@@ -253,12 +243,6 @@ def _recognise(core: PreTrainedModel, module: nn.Module) -> tuple[str | None, An
                 None if form is not None else f"unknown {kind} code ({module_class.__name__} {hashed})",
             )
     return None, None, None
-
-
-def _stock_class(module: nn.Module) -> type:
-    """The module's class as its library wrote it: FSDP2 puts a subclass of its own in front."""
-    module_class = type(module)
-    return module_class.__mro__[2] if module_class.__name__.startswith("FSDP") else module_class
 
 
 def _bind(module: Any, kind: str, form: Any, switch: Switch, backends: dict[str, str]) -> str | None:
@@ -288,7 +272,7 @@ def _bind(module: Any, kind: str, form: Any, switch: Switch, backends: dict[str,
     elif existing is not None:
         layer.previous = existing
     function = (
-        head_forward_for(_stock_class(module)) if kind == "head" else forward_for(kind, _stock_class(module))
+        head_forward_for(stock_class(module)) if kind == "head" else forward_for(kind, stock_class(module))
     )
     module.__dict__[slot] = MethodType(function, module)
     module._fastlm = layer
@@ -312,35 +296,6 @@ def _attention_obstacle(module: Any, form: forms.AttentionForm, backends: dict[s
     return None
 
 
-def _boundary_obstacle(core: PreTrainedModel, stock: dict[str, str]) -> tuple[str | None, dict[str, int]]:
-    """Why several samples may not share a row (None where they may), and the longest sample per coupling rope type.
-
-    They may where backbone and decoder layers are known code, whose only mixing of tokens is an attention of ours.
-    """
-    backbone: Any = core.base_model
-    if fingerprint(_stock_class(backbone), False) not in forms.BACKBONE:
-        return f"unknown backbone code ({type(backbone).__name__})", {}
-    for index, layer in enumerate(backbone.layers):
-        if fingerprint(_stock_class(layer), False) not in forms.DECODER_LAYER:
-            return f"unknown decoder layer code ({type(layer).__name__})", {}
-        bound = layer.self_attn.__dict__.get("_fastlm")
-        if bound is None:
-            reasons = [reason for name, reason in stock.items() if name.endswith(f"layers.{index}.self_attn")]
-            return f"layer {index} runs stock attention" + (f" ({reasons[0]})" if reasons else ""), {}
-    config = core.config.get_text_config()
-    parameters = getattr(config, "rope_parameters", None) or {}
-    sets = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-    limits = {}
-    for entry in sets:
-        rope_type = entry.get("rope_type", "default")
-        if rope_type in ("dynamic", "longrope"):
-            original = entry.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", None
-            )
-            limits[rope_type] = int(original or config.max_position_embeddings)
-    return None, limits
-
-
 def _slot(module: nn.Module) -> str:
     """Where a forward is replaced: accelerate's hooks keep the one that they wrap in _old_forward."""
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
@@ -354,50 +309,3 @@ def _is_ours(bound: Any) -> bool:
 _FOLDER = __file__.rpartition("/")[0]
 
 
-def _prepare_backbone(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of the backbone: sample boundaries in, and no mask built.
-
-    transformers returns a 4-D mask unread, so an empty one skips its mask building (and the device sync in it).
-    """
-    patched: _ModelPatch | None = backbone.__dict__.get("_fastlm_backbone")
-    if patched is None or not patched.switch.on:
-        return None
-    boundaries = boundaries_from(kwargs)
-    if boundaries is None:
-        kwargs.pop("boundaries", None)
-        return args, kwargs
-    if patched.report.obstacle is not None:
-        raise ValueError(
-            f"this batch holds several samples in one row, which this model cannot take: {patched.report.obstacle}. "
-            "Use a padding collator."
-        )
-    for rope_type, limit in patched.limits.items():
-        if boundaries.max_length > limit:
-            raise ValueError(
-                f"a sample of {boundaries.max_length} tokens is past the {limit} up to which {rope_type} rotary "
-                "embeddings keep packed samples independent; use a padding collator or shorter samples"
-            )
-    if kwargs.get("attention_mask") is not None:
-        raise ValueError(
-            "a batch with sample boundaries has no padding: pass boundaries or attention_mask, not both"
-        )
-    if kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None:
-        raise ValueError("sample boundaries and a key-value cache exclude each other; pass use_cache=False")
-    if kwargs.get("output_attentions"):
-        raise ValueError("attention weights cannot be returned for packed samples; use a padding collator")
-    inputs = next(
-        value for value in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if value is not None
-    )
-    if inputs.shape[0] != 1 or inputs.shape[1] != boundaries.token_count:
-        raise ValueError(
-            f"sample boundaries cover {boundaries.token_count} tokens in one row, but the inputs are "
-            f"{tuple(inputs.shape[:2])}"
-        )
-    kwargs = {
-        name: value for name, value in kwargs.items() if not name.startswith(("cu_seq_lens_", "max_length_"))
-    }
-    boundaries = boundaries_on(boundaries, inputs.device)
-    kwargs.update(boundaries=boundaries, position_ids=boundaries.position_ids, use_cache=False)
-    kwargs["attention_mask"] = torch.empty(1, 1, 0, 0, device=inputs.device)
-    kwargs.pop("seq_idx", None)
-    return args, kwargs

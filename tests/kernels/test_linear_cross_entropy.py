@@ -616,6 +616,9 @@ def test_target_outside_the_vocabulary_raises_on_a_cpu() -> None:
     inputs = Inputs()
     for wrong in (131, -1):
         inputs.targets[3] = wrong
+        if DEVICE == "cuda":  # raising would make the GPU wait
+            assert inputs.ours().loss[3].isnan()
+            continue
         with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
             inputs.ours()
 

@@ -153,7 +153,9 @@ def test_any_strides_and_nothing_is_written_but_the_outputs(layout: str) -> None
         plain = [q.contiguous().requires_grad_(), k.contiguous().requires_grad_(), cos.clone(), sin.clone()]
         contiguous = both_ways(rope, plain, [dq.contiguous(), dk.contiguous()], layout=layout)
         for ours, expected in zip(strided, contiguous, strict=True):
-            assert torch.equal(ours, expected) and ours.is_contiguous()
+            # one product of two is fused with the sum, and which one is the compiler's choice for each set of strides
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+            assert ours.is_contiguous()
         for tensor, was in zip(tensors, before, strict=True):
             assert torch.equal(tensor, was)
 

@@ -52,12 +52,10 @@ def flattened(rows: list[dict[str, list[int]]]) -> list[dict[str, Any]]:
 
 def packed(rows: list[dict[str, list[int]]]) -> list[dict[str, Any]]:
     """The same samples as two packed rows, the form in which packed data sets reach the collator."""
-    merged = []
+    merged: list[dict[str, Any]] = []
     for group in (rows[:2], rows[2:]):
-        merged.append({
-            "input_ids": sum((r["input_ids"] for r in group), []), "labels": sum((r["labels"] for r in group), []),
-            "seq_lengths": [len(r["input_ids"]) for r in group],
-        })  # fmt: skip
+        joined: dict[str, Any] = {name: [t for row in group for t in row[name]] for name in ("input_ids", "labels")}
+        merged.append({**joined, "seq_lengths": [len(row["input_ids"]) for row in group]})
     return [dict(PaddingFreeCollator()(merged))]
 
 

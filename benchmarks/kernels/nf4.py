@@ -1,0 +1,48 @@
+"""Doubly quantised NF4 weights of one Llama-3-8B layer made dense in bf16, against bitsandbytes' dequantize_4bit."""
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+import fastlm.kernels.nf4 as module
+from benchmarks.timing import DEVICE, SETTINGS, Timing, measure, report, require_gpu, rival_ms
+from fastlm.kernels.nf4 import dequantize
+
+SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096))  # [out, in] of query and output, down, gate and up
+
+
+@dataclass(frozen=True)
+class NF4Timing(Timing):
+    """Milliseconds of bitsandbytes on the same bytes."""
+
+    bitsandbytes_ms: float | None
+
+    def __str__(self) -> str:
+        ratio = f"{self.bitsandbytes_ms / self.ms:.2f}x" if self.bitsandbytes_ms is not None else "-"
+        return f"{super().__str__()}  bitsandbytes {ratio}"
+
+
+def run(shapes: tuple[tuple[int, int], ...] = SHAPES) -> list[Timing]:
+    """Half a byte a value, its block's scale (a byte for 64, four for 16,384), the tables, and two bytes out."""
+    return [_one(*shape) for shape in shapes]
+
+
+def _one(rows: int, columns: int) -> Timing:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    weight = torch.randn(rows, columns, dtype=torch.bfloat16, device=DEVICE) * 0.02
+    packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    second = state.state2
+    read = sum(part.nbytes for part in (packed, state.absmax, state.code, second.absmax, second.code, state.offset))
+    case, tokens = f"{rows}x{columns}", SETTINGS.compared_at  # no tokens in it: compared in every run
+    base = measure(
+        "nf4 dequantize", case, tokens, read + weight.nbytes,
+        lambda: dequantize(packed, state, torch.bfloat16), module=module,
+    )  # fmt: skip
+    theirs = rival_ms(f"nf4, {case}: bitsandbytes", lambda: dequantize_4bit(packed, state))
+    return NF4Timing(**{**asdict(base), "tokens": 0}, bitsandbytes_ms=theirs)
+
+
+if __name__ == "__main__":
+    require_gpu()
+    report(run())

@@ -1,0 +1,396 @@
+"""One training step, seen whole: tokens per second, memory, where the GPU's time goes, how much of it is work.
+
+A model of a real architecture with random weights, made in memory; token ids drawn at random, in samples with lognormal
+lengths (median 200, sigma 0.6, at least 24: the spread of alpaca-cleaned), packed into rows or not; forward, backward,
+clipping and optimiser without a Trainer. ``--stock`` does the same samples with the unpatched model, padded to the
+longest of every micro-batch, with SDPA. The last line is one JSON object.
+
+    python -m benchmarks.step --arch llama8b                          16 rows of 1,024 tokens, LoRA
+    python -m benchmarks.step --arch llama8b --samples 2              a notebook's step, not packed
+    python -m benchmarks.step --arch llama8b --stock --recompute      the same in transformers and PEFT
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.timing import DEVICE, median_ms, on_gpu, record, save
+from fastlm import FastLanguageModel, PaddingFreeCollator, pack, patch
+from fastlm.kernels.attention import attention
+from fastlm.packing import SequenceBoundaries
+
+LLAMA_8B = dict(
+    vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=8, max_position_embeddings=131_072, rms_norm_eps=1e-5, tie_word_embeddings=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+)  # fmt: skip
+QWEN3_8B = dict(
+    vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
+    num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960, tie_word_embeddings=False,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+)  # fmt: skip
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama8b": ("llama", LLAMA_8B),
+    "qwen3_8b": ("qwen3", QWEN3_8B),
+    "qwen3_1b7": (
+        "qwen3",
+        QWEN3_8B | dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
+                        tie_word_embeddings=True),
+    ),
+    "tiny": (
+        "llama",
+        dict(vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False),
+    ),
+}  # fmt: skip
+PROFILED_STEPS = 3
+LONGEST_NAME = 90
+
+
+def arguments_from(command: list[str] | None) -> argparse.Namespace:
+    """The command line; rows and lengths of the tiny model are small."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arch", choices=ARCHITECTURES, default="llama8b")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--full", action="store_true", help="train every weight, in bf16")
+    kind.add_argument("--qlora", action="store_true", help="LoRA on an NF4 base")
+    parser.add_argument("--stock", action="store_true", help="unpatched, padded, SDPA")
+    parser.add_argument("--micro-batch", type=int, default=16, help="samples of a padded batch (--stock)")
+    parser.add_argument("--recompute", action="store_true", help="recompute every layer in backward")
+    parser.add_argument("--rows", type=int, default=16, help="packed rows a step")
+    parser.add_argument("--row-length", type=int, help="tokens of a row, and of the longest sample; 1024")
+    parser.add_argument("--samples", type=int, help="this many samples a step, not packed, instead of rows")
+    parser.add_argument("--median", type=float, help="tokens of the median sample; 200")
+    parser.add_argument("--steps", type=int, default=8, help="the second half of them is timed")
+    parser.add_argument("--floor", action="store_true", help="time the bare products and the attention too")
+    parser.add_argument("--save", metavar="FOLDER", help="keep the JSON object there")
+    parser.add_argument("--commit", help="what is running, where git cannot say it")
+    given = parser.parse_args(command)
+    tiny = given.arch == "tiny"
+    given.row_length = given.row_length or (64 if tiny else 1024)
+    given.median = given.median or (given.row_length / 5 if tiny else 200.0)
+    if given.steps < 2:
+        parser.error("--steps must be at least 2: the first half warms up")
+    return given
+
+
+def build(given: argparse.Namespace) -> Any:
+    """The model, ready to train: patched by fastlm, or as transformers and PEFT make it."""
+    family, facts = ARCHITECTURES[given.arch]
+    config = AutoConfig.for_model(family, **facts)
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
+    model.config.use_cache = False
+    if given.qlora:
+        quantise(model)
+    if given.full:
+        if not given.stock:
+            patch(model)
+    elif given.stock:
+        from peft import LoraConfig, get_peft_model
+
+        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        model = get_peft_model(
+            model, LoraConfig(r=16, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
+        )
+    else:
+        model = FastLanguageModel.get_peft_model(
+            model, r=16, lora_alpha=16, use_gradient_checkpointing=given.recompute
+        )
+    if given.qlora:  # as TRL casts the adapters of a quantised base
+        for parameter in trained(model):
+            parameter.data = parameter.data.to(torch.bfloat16)
+    if given.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def quantise(model: nn.Module) -> None:
+    """Every projection but the head in doubly quantised NF4, where it stands."""
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is not nn.Linear or name == "lm_head":
+                continue
+            layer = Linear4bit(
+                child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16,
+                quant_type="nf4", device="meta",
+            )  # fmt: skip
+            data = child.weight.data
+            layer.weight = Params4bit(data, requires_grad=False, quant_type="nf4", module=layer).to(data.device)
+            setattr(module, name, layer)
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]  # PEFT asks for it
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that an optimiser gets."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def sample_steps(given: argparse.Namespace, steps: int, seed: int = 0) -> list[list[np.ndarray]]:
+    """The token ids of every sample of every step."""
+    rng = np.random.default_rng(seed)
+    vocabulary = ARCHITECTURES[given.arch][1]["vocab_size"]
+    per_step = given.samples or math.ceil(1.2 * given.rows * given.row_length / given.median)
+    drawn = rng.lognormal(math.log(given.median), 0.6, steps * per_step).astype(np.int64)
+    lengths = np.clip(drawn, min(24, given.row_length // 4), given.row_length)
+    if given.samples:
+        groups = np.split(np.arange(len(lengths)), steps)
+    else:
+        packed = pack(lengths, given.row_length)
+        starts = packed.row_offsets[:: given.rows]
+        groups = [packed.indices[begin:end] for begin, end in zip(starts[:-1], starts[1:], strict=True)][:steps]
+        if len(groups) < steps:
+            raise ValueError(f"the samples fill {len(groups)} steps of {given.rows} rows, not {steps}")
+    return [[rng.integers(5, vocabulary, lengths[i]) for i in group] for group in groups]
+
+
+def padding_free(samples: list[np.ndarray]) -> list[dict[str, Any]]:
+    """One flattened batch, on the device."""
+    batch = PaddingFreeCollator()([{"input_ids": ids} for ids in samples])
+    return [{name: part.to(DEVICE, non_blocking=True) for name, part in batch.items()}]
+
+
+def padded(samples: list[np.ndarray], micro_batch: int) -> list[dict[str, Any]]:
+    """Micro-batches, each padded to its longest sample, whose losses add up to the mean over all targets."""
+    targets = sum(len(ids) - 1 for ids in samples)
+    batches = []
+    for first in range(0, len(samples), micro_batch):
+        group = [torch.from_numpy(ids) for ids in samples[first : first + micro_batch]]
+        ids = nn.utils.rnn.pad_sequence(group, batch_first=True, padding_value=0)
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(sample) for sample in group], batch_first=True)
+        labels = ids.masked_fill(mask == 0, -100)
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        batches.append(
+            {name: part.to(DEVICE) for name, part in batch.items()} | {"num_items_in_batch": targets}
+        )
+    return batches
+
+
+class Trainer:
+    """Model, optimiser, and one step: what the library's user pays for, and nothing else."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.model = build(given)
+        self.parameters = trained(self.model)
+        self.optimiser: torch.optim.Optimizer
+        if given.full:
+            self.optimiser = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)
+        elif on_gpu():
+            from bitsandbytes.optim import AdamW8bit
+
+            self.optimiser = AdamW8bit(self.parameters, lr=1e-4)
+        else:
+            self.optimiser = torch.optim.AdamW(self.parameters, lr=1e-4)
+
+    def step(self, batches: list[dict[str, Any]]) -> Tensor:
+        """The mean loss over all targets, detached; no device sync."""
+        total = torch.zeros((), device=DEVICE)
+        self.optimiser.zero_grad(set_to_none=True)
+        for batch in batches:
+            with autocast():
+                loss = self.model(**batch, use_cache=False).loss
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimiser.step()
+        return total
+
+
+def autocast() -> AbstractContextManager[Any]:
+    """As TRL's bf16=True."""
+    return torch.autocast(DEVICE.type, torch.bfloat16)
+
+
+def run(given: argparse.Namespace) -> dict[str, Any]:
+    """Trains, times, profiles; the row that goes into the record."""
+    begin = time.perf_counter()
+    trainer = Trainer(given)
+    steps = sample_steps(given, given.steps)
+    if given.stock:
+        batches = [padded(samples, given.micro_batch) for samples in steps]
+    else:
+        batches = [padding_free(samples) for samples in steps]
+    synchronise()
+    print(f"built in {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+    if on_gpu():
+        torch.cuda.reset_peak_memory_stats()
+    half = given.steps // 2
+    losses = [trainer.step(batch) for batch in batches[:half]]
+    seconds, wall, timed = _timed([lambda batch=batch: trainer.step(batch) for batch in batches[half:]])
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu() else 0.0
+    tokens = [sum(len(ids) for ids in samples) for samples in steps]
+    computed = [sum(batch["input_ids"].numel() for batch in group) for group in batches]
+    kernels, launches, busy_ms = profile_steps(trainer, batches[-PROFILED_STEPS:])
+    seconds_per_step = statistics.median(seconds)
+    losses_read = [float(loss) for loss in losses + timed]
+    return {
+        "arch": given.arch,
+        "system": "stock" if given.stock else "fastlm",
+        "training": "full" if given.full else "qlora" if given.qlora else "lora",
+        "recompute": given.recompute,
+        "samples_per_step": statistics.mean(len(samples) for samples in steps),
+        "tokens_per_step": statistics.mean(tokens[half:]),
+        "padded_tokens_per_step": statistics.mean(computed[half:]),
+        "tokens_per_second": sum(tokens[half:]) / wall,
+        "seconds_per_step": seconds_per_step,
+        "peak_gib": peak,
+        "launches_per_step": launches,
+        "gpu_busy_share": busy_ms / 1e3 / seconds_per_step if busy_ms is not None else None,
+        "losses": [losses_read[0], losses_read[half], losses_read[-1]],
+        "kernels": kernels,
+    } | (floor(given, batches[-1][0]["boundaries"]) if given.floor and not given.stock else {})
+
+
+def synchronise() -> None:
+    if on_gpu():
+        torch.cuda.synchronize()
+
+
+def _timed(steps: list[Callable[[], Tensor]]) -> tuple[list[float], float, list[Tensor]]:
+    """Seconds of each step on the GPU's clock (no stop between them), of all on the host's, and their results."""
+    synchronise()
+    begin, results, marks = time.perf_counter(), [], []
+    for step in steps:
+        marks.append(_mark())
+        results.append(step())
+    marks.append(_mark())
+    synchronise()
+    wall = time.perf_counter() - begin
+    if on_gpu():
+        return [a.elapsed_time(b) / 1e3 for a, b in zip(marks[:-1], marks[1:], strict=True)], wall, results
+    return [b - a for a, b in zip(marks[:-1], marks[1:], strict=True)], wall, results
+
+
+def _mark() -> Any:
+    if not on_gpu():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def profile_steps(
+    trainer: Trainer, batches: list[list[dict[str, Any]]]
+) -> tuple[list[dict[str, Any]], float | None, float | None]:
+    """Per step: the ten kernels that take longest, the launches (copies included), the GPU's busy milliseconds.
+
+    Without a GPU: the ten operators that take the host longest; no launches, no busy time.
+    """
+    synchronise()
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu() else ProfilerActivity.CPU]) as profiler:
+        for batch in batches:
+            trainer.step(batch)
+        synchronise()
+    count = len(batches)
+    averages = profiler.key_averages()
+    if not on_gpu():
+        rows = [(entry.key, entry.self_cpu_time_total, entry.count) for entry in averages]
+        return _largest(rows, count), None, None
+    rows = [
+        (entry.key, entry.self_device_time_total, entry.count)
+        for entry in averages
+        if entry.device_type == DeviceType.CUDA and not getattr(entry, "is_user_annotation", False)
+    ]
+    return _largest(rows, count), sum(row[2] for row in rows) / count, sum(row[1] for row in rows) / count / 1e3
+
+
+def _largest(rows: list[tuple[str, float, int]], steps: int) -> list[dict[str, Any]]:
+    """rows: name, microseconds, calls, of all steps together."""
+    total = sum(microseconds for _, microseconds, _ in rows) or 1.0
+    rows.sort(key=lambda row: -row[1])
+    return [
+        {"name": name[:LONGEST_NAME], "ms": microseconds / steps / 1e3, "share": microseconds / total, "calls": calls / steps}
+        for name, microseconds, calls in rows[:10]
+    ]
+
+
+def floor(given: argparse.Namespace, boundaries: SequenceBoundaries) -> dict[str, Any]:
+    """Milliseconds of what no step can do without: one product forward and one backward for every frozen weight, two
+    for a trained one, and attention over these samples. Nothing is recomputed, nothing else is counted."""
+    facts = AutoConfig.for_model(ARCHITECTURES[given.arch][0], **ARCHITECTURES[given.arch][1])
+    hidden, layers, head_dim = facts.hidden_size, facts.num_hidden_layers, facts.head_dim
+    heads, key_heads = facts.num_attention_heads, facts.num_key_value_heads
+    tokens = boundaries.token_count
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
+
+    def products(out: int, width: int) -> float:
+        weight, x, dy = random(out, width), random(tokens, width), random(tokens, out)
+        ms = median_ms(lambda: x @ weight.t()) + median_ms(lambda: dy @ weight)
+        return ms + (median_ms(lambda: dy.t() @ x) if given.full else 0.0)
+
+    query, key = products(heads * head_dim, hidden), products(key_heads * head_dim, hidden)
+    rest = products(hidden, heads * head_dim) + products(hidden, facts.intermediate_size)
+    layer = query + 2 * key + rest + 2 * products(facts.intermediate_size, hidden)
+    head = products(facts.vocab_size, hidden)
+    q, k, v = (random(tokens, count, head_dim).requires_grad_() for count in (heads, key_heads, key_heads))
+    above = random(tokens, heads, head_dim)
+
+    def attend() -> Any:
+        out = attention(
+            q, k, v, boundaries.cu_seqlens, boundaries.max_length, lengths=boundaries.lengths
+        )
+        return torch.autograd.grad(out, (q, k, v), above)
+
+    attended = median_ms(attend)
+    total = layers * (layer + attended) + head
+    return {
+        "floor_products_ms": layers * layer + head,
+        "floor_attention_ms": layers * attended,
+        "floor_tokens_per_second": tokens / total * 1e3,
+    }
+
+
+def table(row: dict[str, Any]) -> str:
+    """The row for a reader."""
+    lines = [f"{name:<24} {value}" for name, value in row.items() if name != "kernels"]
+    lines += [f"{'kernel':<{LONGEST_NAME}} {'ms':>9} {'share':>7} {'calls':>7}   (per step)"]
+    lines += [
+        f"{kernel['name']:<{LONGEST_NAME}} {kernel['ms']:>9.3f} {kernel['share']:>7.1%} {kernel['calls']:>7.1f}"
+        for kernel in row["kernels"]
+    ]
+    return "\n".join(lines)
+
+
+def main(command: list[str] | None = None) -> None:
+    given = arguments_from(command)
+    row = run(given)
+    floor_keys = [name for name in row if name.startswith("floor_")]
+    kept = record(
+        [{name: value for name, value in row.items() if name not in floor_keys}],
+        script=f"step-{row['arch']}-{row['training']}-{row['system']}",
+        work="random weights and token ids; lognormal samples; LoRA r=16 on seven projections, or every weight",
+        notes=f"{given.steps} steps, the second half timed without a stop; {PROFILED_STEPS} more profiled: busy is the "
+        "kernels' time in those over the timed steps' median",
+        floor={name.removeprefix("floor_"): row[name] for name in floor_keys},
+        commit=given.commit,
+    )
+    if given.save is not None:
+        save(kept, given.save)
+    print(table(row))
+    print(json.dumps(kept))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""On a GPU: a training step of the real trainer, packed, in bf16, that never makes the GPU wait."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+
+import fastlm
+from tests.tiny import tiny_model, tiny_tokenizer
+
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("packing", [False, True], ids=["padding_free", "packed"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_a_step_makes_the_gpu_wait_for_nothing(family, packing, tmp_path):
+    """No synchronising call among the runtime's, and none that torch's own check would refuse, outside logging."""
+    from peft import LoraConfig, get_peft_model
+    from trl import SFTConfig, SFTTrainer
+
+    model = tiny_model(family, dtype=torch.bfloat16, hidden_size=128, head_dim=32, sliding_window=None).cuda()
+    fastlm.patch(model)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, 260, (8 + i % 23,), generator=generator).tolist() for i in range(160)]
+    config = SFTConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, max_steps=8, max_length=64, packing=packing, bf16=True,
+        gradient_checkpointing=False, logging_steps=100, report_to="none", save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = SFTTrainer(
+        model=model, processing_class=tiny_tokenizer(), train_dataset=Dataset.from_dict({"input_ids": rows}), args=config
+    )
+    step, seen, count = trainer.training_step, [], [0]
+
+    def watched(*args, **kwargs):
+        count[0] += 1
+        if count[0] != 5:
+            return step(*args, **kwargs)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                loss = step(*args, **kwargs)
+                torch.cuda.set_sync_debug_mode("default")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        seen.extend(event.name for event in profile.events() if event.name in WAITS)
+        return loss
+
+    trainer.training_step = watched
+    trainer.train()
+    assert count[0] == 8
+    assert seen.count("cudaDeviceSynchronize") <= 1  # the profiler's own, when it stops
+    assert [name for name in seen if name != "cudaDeviceSynchronize"] == []
