@@ -5,25 +5,25 @@ once. Backward is one launch too, with the weights' gradients, if any, summed in
 and k anyway, so it recomputes the reciprocal root of each head: saving that would move 4 bytes a head more, twice.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import device_guard, long_indexing, multiprocessor_count, next_power_of_2, tl, triton, use_triton
-from .rms_norm import RMSNormOptions, check_norm, rms_norm_reference, sum_partials
-from .rope import LAYOUTS, check_rope, load_angles, load_pairs, rope_reference, rope_tables, store_pairs
+from .launch import device_guard, long_indexing, next_power_of_2, tl, triton, use_triton
+from .rms_norm import RMSNormOptions, check_norm, looping_programs, rms_norm_reference, sum_partials
+from .rope import LAYOUTS, check_rope, load_pairs, rope_reference, rope_tables, store_pairs
 
-__all__ = ["NormRopeFunction", "norm_rope", "norm_rope_bwd", "norm_rope_fwd", "norm_rope_reference"]
+__all__ = ["NormRopeFunction", "norm_rope", "norm_rope_fwd_bwd", "norm_rope_reference"]
 
-_Pair = tuple[Tensor, Tensor]  # of q and of k; cos and sin
-
+PAIRS_PER_BLOCK = 2048  # as in rope: all heads of most models at once
 WARPS = 4
-PAIRS_PER_BLOCK = 2048  # 16 pairs a thread, as in rope
-PAIRS_PER_BACKWARD_BLOCK = 1024  # which holds twice as much
-PROGRAMS_PER_MULTIPROCESSOR = 4  # weight gradients: as many as are resident at 128 registers a thread
-TOKENS_PER_PROGRAM = 4  # at least, for the same
+# Weight gradients: programs that loop over tokens, with the next ones on their way; 8 warps hold the sums in 128
+# registers a thread (sm_90), where 4 take 168
+WEIGHT_GRADIENT_WARPS = 8
+BYTES_IN_FLIGHT = 80 * 1024  # at most, of shared memory: an sm_86 has 99 KiB
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def _norm_rotate_heads(
     WEIGHT_GRADIENT: tl.constexpr, LONG_INDEXING: tl.constexpr,
 ):  # fmt: skip
     """All heads of one token; out, contiguous [HEADS, HEAD_DIM], gets the rotated norms or the gradient of x."""
-    for start in range(0, HEADS, HEAD_BLOCK):
+    for start in tl.static_range(0, HEADS, HEAD_BLOCK):  # unrolled: loads of the next token join its pipeline
         head = start + tl.arange(0, HEAD_BLOCK)[:, None]  # [HEAD_BLOCK, 1]
         mask = head < HEADS
         if LONG_INDEXING:
@@ -87,10 +87,11 @@ def _norm_rope_kernel(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_HEAD_BLOCK: tl.constexpr, K_HEAD_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, PAIR_BLOCK: tl.constexpr, OFFSET: tl.constexpr,
     CAST_BEFORE_SCALE: tl.constexpr, NEIGHBOURS: tl.constexpr, TABLE_STEP: tl.constexpr,
-    BACKWARD: tl.constexpr, WEIGHT_GRADIENT: tl.constexpr, LONG_INDEXING: tl.constexpr,
+    STAGES: tl.constexpr, BACKWARD: tl.constexpr, WEIGHT_GRADIENT: tl.constexpr, LONG_INDEXING: tl.constexpr,
 ):  # fmt: skip
     # program p takes tokens p, p + program_count, ... of all rows of the batch, each of token_count
     program = tl.program_id(0)
+    pair = tl.arange(0, PAIR_BLOCK)
     one = tl.zeros([1, 1], dtype=tl.int32)  # as if one head
     q_weight1, q_weight2 = load_pairs(
         q_weight_pointer + one, one == 0, 1, HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, False
@@ -102,18 +103,17 @@ def _norm_rope_kernel(
     dq_weight2 = tl.zeros([Q_HEAD_BLOCK, PAIR_BLOCK], dtype=tl.float32)
     dk_weight1 = tl.zeros([K_HEAD_BLOCK, PAIR_BLOCK], dtype=tl.float32)
     dk_weight2 = tl.zeros([K_HEAD_BLOCK, PAIR_BLOCK], dtype=tl.float32)
-    for turn in range(0, tl.cdiv(row_count - program, program_count)):
+    for turn in tl.range(0, tl.cdiv(row_count - program, program_count), num_stages=STAGES):
         row = program + turn * program_count
         if LONG_INDEXING:
             row = row.to(tl.int64)
         batch = row // token_count
         token = row % token_count
-        cos = load_angles(
-            cos_pointer, batch, token, cos_batch_stride, cos_token_stride, ROTATED, PAIR_BLOCK, TABLE_STEP, 1.0
-        )
-        sin = load_angles(
-            sin_pointer, batch, token, sin_batch_stride, sin_token_stride, ROTATED, PAIR_BLOCK, TABLE_STEP, 0.0
-        )
+        cos_token = cos_pointer + batch * cos_batch_stride + token * cos_token_stride
+        sin_token = sin_pointer + batch * sin_batch_stride + token * sin_token_stride
+        # pairs that are not rotated turn by nothing
+        cos = tl.load(cos_token + pair * TABLE_STEP, mask=pair < ROTATED // 2, other=1.0).to(tl.float32)[None, :]
+        sin = tl.load(sin_token + pair * TABLE_STEP, mask=pair < ROTATED // 2, other=0.0).to(tl.float32)[None, :]
         dq_weight1, dq_weight2 = _norm_rotate_heads(
             q_pointer + batch * q_batch_stride + token * q_token_stride,
             dq_out_pointer + batch * dq_out_batch_stride + token * dq_out_token_stride,
@@ -141,85 +141,70 @@ def _norm_rope_kernel(
         )  # fmt: skip
 
 
-def norm_rope_fwd(
-    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, options: RMSNormOptions,
-    layout: str = "half",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns the rotated norms of q [B, T, Hq, D] and k [B, T, Hk, D], fresh and contiguous."""
-    promote = torch.promote_types if options.cast_before_scale else lambda dtype, _weight_dtype: dtype
-    q_out = torch.empty(q.shape, dtype=promote(q.dtype, q_weight.dtype), device=q.device)
-    k_out = torch.empty(k.shape, dtype=promote(k.dtype, k_weight.dtype), device=k.device)
-    _launch((q, k), (q_weight, k_weight), (cos, sin), None, (q_out, k_out), options, layout)
-    return q_out, k_out
+def norm_rope_fwd_bwd(
+    inputs: Sequence[Tensor], incoming: Sequence[Tensor] | None, options: RMSNormOptions, layout: str = "half",
+    weight_gradient: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Forward of inputs q, k, q_weight, k_weight, cos, sin without incoming, backward with it (dq_out and dk_out).
 
-
-def norm_rope_bwd(
-    dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
-    options: RMSNormOptions, layout: str = "half", *, weight_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of q and k, fresh and contiguous, and of both weights (None unless asked for)."""
-    dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    dweights = _launch(
-        (q, k), (q_weight, k_weight), (cos, sin), (dq_out, dk_out), (dq, dk), options, layout,
-        weight_gradient=weight_gradient,
-    )  # fmt: skip
-    return dq, dk, *dweights
-
-
-def _launch(
-    heads: _Pair, weights: _Pair, tables: _Pair, incoming: _Pair | None, outs: _Pair, options: RMSNormOptions, layout: str, *,
-    weight_gradient: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Pairs of tensors, for q and for k; incoming is None in forward. Returns the weights' gradients, if wanted."""
-    (q, k), (dq_out, dk_out) = heads, incoming or heads
+    Returns q and k rotated, or their gradients and, if asked for, the weights'; fresh and contiguous.
+    """
+    q, k, q_weight, k_weight, cos, sin = inputs
+    dq_out, dk_out = incoming or (q, k)
+    promote = options.cast_before_scale and not incoming
+    q_out, k_out = (
+        torch.empty(x.shape, dtype=torch.promote_types(x.dtype, w.dtype) if promote else x.dtype, device=x.device)
+        for x, w in ((q, q_weight), (k, k_weight))
+    )
     batch_size, token_count, q_heads, head_dim = q.shape
     row_count, k_heads = batch_size * token_count, k.shape[2]
     if row_count == 0:
-        return tuple(torch.zeros_like(weight) if weight_gradient else None for weight in weights)  # type: ignore
-    cos, sin, table_strides, rotated = rope_tables(tables[0], tables[1], layout)
+        dweights = (torch.zeros_like(q_weight), torch.zeros_like(k_weight)) if weight_gradient else ()
+        return q_out, k_out, *dweights
+    cos, sin, table_strides, rotated = rope_tables(cos, sin, layout)
     pair_block = next_power_of_2(head_dim // 2)
-    head_limit = max(1, (PAIRS_PER_BACKWARD_BLOCK if incoming else PAIRS_PER_BLOCK) // pair_block)
-    programs, partial = row_count, q  # partial is never written without WEIGHT_GRADIENT
+    q_block, k_block = (min(next_power_of_2(n), max(1, PAIRS_PER_BLOCK // pair_block)) for n in (q_heads, k_heads))
+    programs, warps, stages, partial = row_count, WARPS, 1, q  # partial is never written without WEIGHT_GRADIENT
     if weight_gradient:
-        resident = PROGRAMS_PER_MULTIPROCESSOR * multiprocessor_count(q.device)
-        programs = min(triton.cdiv(row_count, TOKENS_PER_PROGRAM), resident)
+        warps = WEIGHT_GRADIENT_WARPS
+        programs = looping_programs(row_count, warps, q.device)
+        heads = triton.cdiv(q_heads, q_block) * q_block + triton.cdiv(k_heads, k_block) * k_block
+        token_bytes = heads * 2 * pair_block * (q.element_size() + dq_out.element_size())
+        stages = 1 + min(2, BYTES_IN_FLIGHT // token_bytes)
         partial = torch.empty(programs, 2 * head_dim, dtype=torch.float32, device=q.device)
     with device_guard(q):
         _norm_rope_kernel[(programs,)](
-            q, k, dq_out, dk_out, *(weight.contiguous() for weight in weights), cos, sin, *outs, partial,
+            q, k, dq_out, dk_out, q_weight.contiguous(), k_weight.contiguous(), cos, sin, q_out, k_out, partial,
             token_count, row_count, programs, options.eps,
             *q.stride(), *k.stride(), *dq_out.stride(), *dk_out.stride(), *table_strides,
-            Q_HEADS=q_heads, K_HEADS=k_heads, Q_HEAD_BLOCK=min(next_power_of_2(q_heads), head_limit),
-            K_HEAD_BLOCK=min(next_power_of_2(k_heads), head_limit), HEAD_DIM=head_dim, ROTATED=rotated,
-            PAIR_BLOCK=pair_block, OFFSET=options.offset, CAST_BEFORE_SCALE=options.cast_before_scale,
-            NEIGHBOURS=LAYOUTS[layout].neighbours, TABLE_STEP=LAYOUTS[layout].table_step,
-            BACKWARD=incoming is not None, WEIGHT_GRADIENT=weight_gradient,
-            LONG_INDEXING=long_indexing(q, k, dq_out, dk_out, cos, sin, *outs), num_warps=WARPS,
+            Q_HEADS=q_heads, K_HEADS=k_heads, Q_HEAD_BLOCK=q_block, K_HEAD_BLOCK=k_block,
+            HEAD_DIM=head_dim, ROTATED=rotated, PAIR_BLOCK=pair_block, OFFSET=options.offset,
+            CAST_BEFORE_SCALE=options.cast_before_scale, NEIGHBOURS=LAYOUTS[layout].neighbours,
+            TABLE_STEP=LAYOUTS[layout].table_step, STAGES=stages, BACKWARD=incoming is not None,
+            WEIGHT_GRADIENT=weight_gradient,
+            LONG_INDEXING=long_indexing(q, k, dq_out, dk_out, cos, sin, q_out, k_out), num_warps=warps,
         )  # fmt: skip
     if not weight_gradient:
-        return None, None
-    sums = sum_partials(partial, torch.promote_types(*(weight.dtype for weight in weights)))
-    return sums[:head_dim].to(weights[0].dtype), sums[head_dim:].to(weights[1].dtype)
+        return q_out, k_out
+    sums = sum_partials(partial, torch.promote_types(q_weight.dtype, k_weight.dtype))
+    return q_out, k_out, sums[:head_dim].to(q_weight.dtype), sums[head_dim:].to(k_weight.dtype)
 
 
 class NormRopeFunction(torch.autograd.Function):
     """Normalised and rotated q and k by the kernel above; see `norm_rope`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
-        options: RMSNormOptions, layout: str,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
+    def forward(ctx: Any, options: RMSNormOptions, layout: str, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
         ctx.options, ctx.layout = options, layout
-        return norm_rope_fwd(q, k, q_weight, k_weight, cos, sin, options, layout)
+        return norm_rope_fwd_bwd(inputs, None, options, layout)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dq_out: Tensor, dk_out: Tensor) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
-        gradients = norm_rope_bwd(dq_out, dk_out, *ctx.saved_tensors, ctx.options, ctx.layout, weight_gradient=wanted)
-        return *gradients, None, None, None, None
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
+        gradients = norm_rope_fwd_bwd(ctx.saved_tensors, incoming, ctx.options, ctx.layout, wanted)
+        return None, None, *gradients, *[None] * (6 - len(gradients))
 
 
 def norm_rope(
@@ -248,7 +233,7 @@ def norm_rope(
         flavour = {"offset": offset, "cast_before_scale": cast_before_scale}
         return norm_rope_reference(q, k, q_weight, k_weight, cos, sin, eps, layout=layout, **flavour)
     options = RMSNormOptions(eps, offset, cast_before_scale)
-    return NormRopeFunction.apply(q, k, q_weight, k_weight, cos, sin, options, layout)
+    return NormRopeFunction.apply(options, layout, q, k, q_weight, k_weight, cos, sin)
 
 
 def norm_rope_reference(

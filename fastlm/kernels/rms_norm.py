@@ -16,9 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from .launch import as_rows, device_guard, long_indexing, multiprocessor_count, next_power_of_2, tl, triton, use_triton
 
-__all__ = ["RMSNormFunction", "RMSNormOptions", "add_rms_norm", "add_rms_norm_reference", "check_norm", "rms_norm",
-           "rms_norm_add", "rms_norm_add_reference", "rms_norm_bwd", "rms_norm_fwd", "rms_norm_reference",
-           "sum_partials"]  # fmt: skip
+__all__ = ["RMSNormFunction", "RMSNormOptions", "add_rms_norm", "check_norm", "looping_programs", "rms_norm",
+           "rms_norm_add", "rms_norm_bwd", "rms_norm_fwd", "rms_norm_reference", "sum_partials"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,19 +41,30 @@ class _Launch:
     stages: int = 1  # of rows in flight: a program that loops loads the next ones while it works on one
 
     @classmethod
-    def of(cls, width: int, *, weight_gradient: bool = False) -> "_Launch":
+    def of(cls, width: int) -> "_Launch":
         block = next_power_of_2(width)
-        if weight_gradient:  # 16 elements a thread: its sums, x, dy and w fill 128 registers (sm_90; 32 spill)
-            rows = max(1, min(32, 2048 // block))
-            return cls(block, rows, max(4, min(16, block * rows // 512)), stages=3 if block <= 8192 else 2)
-        warps = 4 if block <= 2048 else 8 if block <= 8192 else 16  # 16 to 32 fp32 values of x a thread
+        warps = 4 if block <= 2048 else 8 if block <= 4096 else 16  # 16 to 32 fp32 values of x a thread
         return cls(block, max(1, min(32, 4096 // block)), warps)
 
+    @classmethod
+    def looping(cls, width: int, element_size: int) -> "_Launch":
+        """For the weight gradient: 16 elements a thread, whose sums, x, dy and w fill 128 registers (sm_90)."""
+        block = next_power_of_2(width)
+        rows = max(1, min(32, 2048 // block))
+        # at most 96 KiB of x, dy and dsummed in shared memory: an sm_86 has 99
+        stages = 1 + min(2, 32 * 1024 // (block * rows * element_size))
+        return cls(block, rows, max(4, min(16, block * rows // 512)), stages)
 
-# Weight gradient: programs that loop over rows, as many as are resident at 128 registers a thread. Twice as many
-# ran in two waves: 0.147 ms for 16,384 x 4,096, of which 0.099 ms without the weight gradient (H200).
+
+# Programs that loop: as many as are resident at 128 registers a thread. Twice as many took two waves, 0.147 ms for
+# 16,384 x 4,096, where 0.099 ms did without the weight gradient (H200).
 WARPS_PER_MULTIPROCESSOR = 16
-ROW_BLOCKS_PER_PROGRAM = 4  # at least: every program costs a row of partial sums, written and read
+TURNS = 4  # of a program's loop, at least: each program costs a row of partial sums, written and read
+
+
+def looping_programs(block_count: int, warps: int, device: torch.device) -> int:
+    """Programs that share block_count blocks between them, for a weight gradient."""
+    return min(triton.cdiv(block_count, TURNS), WARPS_PER_MULTIPROCESSOR // warps * multiprocessor_count(device))
 
 
 @triton.jit
@@ -209,18 +219,16 @@ def rms_norm_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns y [..., H], what was normalised (x, or x + residual) and fp32 [1, rows]: rstd ([2, ..] centred: mean)."""
     added = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    before = options.add == "before"
-    summed = torch.empty(x.shape, dtype=added, device=x.device) if before else x
+    summed = torch.empty(x.shape, dtype=added, device=x.device) if options.add == "before" else x
     dtype = torch.promote_types(added, weight.dtype) if options.cast_before_scale else added
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    width = x.shape[-1]
-    row_count = x.numel() // max(width, 1)
+    row_count = x.numel() // max(x.shape[-1], 1)
     statistics = torch.empty(1 + options.centred, row_count, dtype=torch.float32, device=x.device)
     if x.numel() == 0:
         return y, summed, statistics
     rows, weight = as_rows(x), weight.contiguous()
     residual_rows = rows if residual is None else as_rows(residual)
-    launch = _Launch.of(width)
+    launch, width = _Launch.of(x.shape[-1]), x.shape[-1]
     with device_guard(x):
         _rms_norm_forward_kernel[(triton.cdiv(row_count, launch.rows),)](
             rows, residual_rows, weight, y, summed, statistics, row_count, rows.shape[1],
@@ -236,26 +244,23 @@ def rms_norm_bwd(
     dy: Tensor, x: Tensor, weight: Tensor, statistics: Tensor, options: RMSNormOptions, *, weight_gradient: bool,
     dsummed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Returns dx [..., H] (plus dsummed), contiguous, and dw in the weight's dtype (None unless asked for).
-
-    x is what was normalised: the sum where a residual was added before.
-    """
+    """Of what was normalised, x: dx [..., H] (plus dsummed), contiguous; dw in the weight's dtype, if asked for."""
     width = x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return dx, torch.zeros_like(weight) if weight_gradient else None
     x_rows, dy_rows, weight = as_rows(x), as_rows(dy), weight.contiguous()
     dsummed_rows = dy_rows if dsummed is None else as_rows(dsummed)
-    launch = _Launch.of(width, weight_gradient=weight_gradient)
-    row_count, weight_rows = statistics.shape[1], weight.numel() // width
-    programs = triton.cdiv(row_count, launch.rows)
+    launch, row_count, weight_rows = _Launch.of(width), statistics.shape[1], weight.numel() // width
     partial = dx  # never written without WEIGHT_GRADIENT
     if weight_gradient:
-        resident = WARPS_PER_MULTIPROCESSOR // launch.warps * multiprocessor_count(x.device)
-        turn = weight_rows // gcd(weight_rows, launch.rows)
-        programs = triton.cdiv(min(triton.cdiv(programs, ROW_BLOCKS_PER_PROGRAM), resident), turn) * turn
-        lanes = 1 if weight_rows == 1 else launch.rows
-        partial = torch.empty(programs * lanes // weight_rows, weight.numel(), dtype=torch.float32, device=x.device)
+        launch = _Launch.looping(width, max(x.element_size(), dy.element_size()))
+    programs = triton.cdiv(row_count, launch.rows)
+    if weight_gradient:
+        turn = weight_rows // gcd(weight_rows, launch.rows)  # programs whose lanes cover whole weights
+        programs = triton.cdiv(looping_programs(programs, launch.warps, x.device), turn) * turn
+        partial_rows = programs if weight_rows == 1 else programs * launch.rows // weight_rows
+        partial = torch.empty(partial_rows, weight.numel(), dtype=torch.float32, device=x.device)
     with device_guard(x):
         _rms_norm_backward_kernel[(programs,)](
             dy_rows, x_rows, weight, statistics, dsummed_rows, dx, partial, row_count, x_rows.shape[1], programs,
@@ -289,8 +294,7 @@ class RMSNormFunction(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, Tensor | None]:
         if dy is None:  # nobody used the norm
             return dsummed, None, None, dsummed
-        x, weight, statistics = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1]
+        (x, weight, statistics), wanted = ctx.saved_tensors, ctx.needs_input_grad[1]
         dx, dw = rms_norm_bwd(dy, x, weight, statistics, ctx.options, weight_gradient=wanted, dsummed=dsummed)
         # one tensor for two inputs, as torch's own add returns it: autograd steals or writes to no shared gradient
         return dx, dw, None, {"": None, "before": dx, "after": dy}[ctx.options.add]
@@ -336,8 +340,8 @@ def add_rms_norm(
     """
     check_norm("add_rms_norm", x, weight, residual, offset=offset, cast_before_scale=cast_before_scale)
     if not use_triton(x, residual, weight):
-        flavour = {"offset": offset, "cast_before_scale": cast_before_scale}
-        return add_rms_norm_reference(x, residual, weight, eps, **flavour)
+        summed = x + residual
+        return rms_norm(summed, weight, eps, offset=offset, cast_before_scale=cast_before_scale), summed
     return RMSNormFunction.apply(x, weight, RMSNormOptions(eps, offset, cast_before_scale, "before"), residual)
 
 
@@ -351,8 +355,7 @@ def rms_norm_add(
     """
     check_norm("rms_norm_add", x, weight, residual, offset=offset, cast_before_scale=cast_before_scale)
     if not use_triton(x, residual, weight):
-        flavour = {"offset": offset, "cast_before_scale": cast_before_scale}
-        return rms_norm_add_reference(x, residual, weight, eps, **flavour)
+        return residual + rms_norm(x, weight, eps, offset=offset, cast_before_scale=cast_before_scale)
     return RMSNormFunction.apply(x, weight, RMSNormOptions(eps, offset, cast_before_scale, "after"), residual)
 
 
@@ -366,19 +369,6 @@ def rms_norm_reference(
         return weight * normed.to(x.dtype)
     scale = offset + weight.float() if offset else weight.float()
     return (normed * scale).to(x.dtype)
-
-
-def add_rms_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, **flavour: Any
-) -> tuple[Tensor, Tensor]:
-    """`add_rms_norm` in plain torch."""
-    summed = x + residual
-    return rms_norm_reference(summed, weight, eps, **flavour), summed
-
-
-def rms_norm_add_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, **flavour: Any) -> Tensor:
-    """`rms_norm_add` in plain torch."""
-    return residual + rms_norm_reference(x, weight, eps, **flavour)
 
 
 def check_norm(

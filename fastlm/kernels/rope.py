@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from .launch import device_guard, long_indexing, next_power_of_2, tl, triton, use_triton
 
-__all__ = ["LAYOUTS", "RopeFunction", "check_rope", "load_angles", "load_pairs", "rope", "rope_bwd", "rope_fwd",
+__all__ = ["LAYOUTS", "RopeFunction", "check_rope", "load_pairs", "rope", "rope_bwd", "rope_fwd",
            "rope_reference", "rope_tables", "store_pairs"]  # fmt: skip
 
 
@@ -37,17 +37,6 @@ LAYOUTS = {
 
 PAIRS_PER_BLOCK = 2048  # 16 pairs a thread with 4 warps: two 16-byte loads of each half
 WARPS = 4
-
-
-@triton.jit
-def load_angles(
-    table_pointer, batch, token, batch_stride, token_stride,
-    ROTATED: tl.constexpr, PAIR_BLOCK: tl.constexpr, TABLE_STEP: tl.constexpr, OTHER: tl.constexpr,
-):  # fmt: skip
-    """A token's cos or sin, fp32 [1, PAIR_BLOCK]; OTHER past the pairs that are rotated."""
-    pair = tl.arange(0, PAIR_BLOCK)
-    pointer = table_pointer + batch * batch_stride + token * token_stride + pair * TABLE_STEP
-    return tl.load(pointer, mask=pair < ROTATED // 2, other=OTHER).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -147,12 +136,12 @@ def _rope_kernel(
         program = program.to(tl.int64)
     batch = program // token_count
     token = program % token_count
-    cos = load_angles(
-        cos_pointer, batch, token, cos_batch_stride, cos_token_stride, ROTATED, PAIR_BLOCK, TABLE_STEP, 0.0
-    )
-    sin = load_angles(
-        sin_pointer, batch, token, sin_batch_stride, sin_token_stride, ROTATED, PAIR_BLOCK, TABLE_STEP, 0.0
-    )
+    pair = tl.arange(0, PAIR_BLOCK)
+    pair_mask = pair < ROTATED // 2
+    cos_token = cos_pointer + batch * cos_batch_stride + token * cos_token_stride
+    sin_token = sin_pointer + batch * sin_batch_stride + token * sin_token_stride
+    cos = tl.load(cos_token + pair * TABLE_STEP, mask=pair_mask, other=0.0).to(tl.float32)[None, :]  # [1, PAIR_BLOCK]
+    sin = tl.load(sin_token + pair * TABLE_STEP, mask=pair_mask, other=0.0).to(tl.float32)[None, :]
     if BACKWARD:
         sin = -sin
     _rotate_heads(

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastlm.kernels.rms_norm import RMSNormOptions, rms_norm, rms_norm_bwd, rms_norm_fwd, rms_norm_reference
+from fastlm.kernels.rms_norm import (
+    RMSNormOptions,
+    add_rms_norm,
+    rms_norm,
+    rms_norm_add,
+    rms_norm_bwd,
+    rms_norm_fwd,
+    rms_norm_reference,
+    sum_partials,
+)
 
 from .interpreter import (
     DEVICE,
@@ -17,6 +26,7 @@ from .interpreter import (
     double_leaf,
     far_apart,
     gradients,
+    interpreting,
     kernel_test,
     poison_empty,
     run_interpreted,
@@ -56,9 +66,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, dtype=torch.float32, device=DEVICE).to(dtype).requires_grad_()
 
 
-def both_ways(
-    function: Callable[..., Tensor], x: Tensor, weight: Tensor, dy: Tensor, **kwargs: object
-) -> list[Tensor]:
+def both_ways(function: Callable[..., Tensor], x: Tensor, weight: Tensor, dy: Tensor, **kwargs: object) -> list[Tensor]:
     return gradients([function(x, weight, **kwargs)], [x, weight], [dy])
 
 
@@ -73,8 +81,7 @@ def test_three_way(shape: tuple[int, ...], dtype: torch.dtype, flavour: str) -> 
         both_ways(rms_norm, x, weight, dy, **options),
         both_ways(rms_norm_reference, x, weight, dy, **options),
         truth(x, weight, dy, options["offset"]),
-        ulps=ULPS
-        + (1 if options["cast_before_scale"] else 0),  # a rounding in the middle may fall the other way
+        ulps=ULPS + (1 if options["cast_before_scale"] else 0),  # a rounding in the middle may fall the other way
     )
 
 
@@ -94,9 +101,7 @@ def test_fp32_weight_promotes_like_torch() -> None:
 
 
 @kernel_test
-@pytest.mark.parametrize(
-    "view", ["packed heads", "every other row", "expanded rows", "transposed", "expanded all"]
-)
+@pytest.mark.parametrize("view", ["packed heads", "every other row", "expanded rows", "transposed", "expanded all"])
 def test_any_strides_of_input_and_gradient(view: str) -> None:
     views: dict[str, Callable[[], Tensor]] = {
         "packed heads": lambda: leaf(2, 5, 8, 32)[:, :, 2:5],
@@ -121,10 +126,11 @@ def test_frozen_weight_gets_no_gradient_and_the_same_dx() -> None:
     x, weight, dy = leaf(19, 96), leaf(96), leaf(19, 96).detach()
     trained = both_ways(rms_norm, x, weight, dy)
     frozen = gradients([rms_norm(x, weight.detach())], [x], [dy])
-    assert torch.equal(trained[0], frozen[0]) and torch.equal(trained[1], frozen[1])
+    assert torch.equal(trained[0], frozen[0])
+    torch.testing.assert_close(trained[1], frozen[1], rtol=1e-6, atol=1e-6)  # other blocks: sums fuse otherwise
     options = RMSNormOptions(1e-6, 0.0, True)
-    _, rstd = rms_norm_fwd(x.detach(), weight.detach(), options)
-    assert rms_norm_bwd(dy, x.detach(), weight.detach(), rstd, options, weight_gradient=False)[1] is None
+    _, normalised, statistics = rms_norm_fwd(x.detach(), weight.detach(), options)
+    assert rms_norm_bwd(dy, normalised, weight.detach(), statistics, options, weight_gradient=False)[1] is None
     only_weight = torch.autograd.grad(rms_norm(x.detach(), weight), weight, dy)[0]
     assert torch.equal(only_weight, trained[2])
 
@@ -134,6 +140,15 @@ def test_weight_gradient_is_deterministic() -> None:
     x, weight, dy = leaf(67, 96, dtype=torch.bfloat16), leaf(96, dtype=torch.bfloat16), leaf(67, 96)
     first, second = (both_ways(rms_norm, x, weight, dy)[2] for _ in range(2))
     assert torch.equal(first, second)
+
+
+@kernel_test
+@pytest.mark.parametrize(("count", "width"), [(1, 3), (5, 4100), (700, 24)])  # one; many columns; many rows
+def test_partial_sums(count: int, width: int) -> None:
+    partial = torch.randn(count, width, device=DEVICE)
+    total = sum_partials(partial, torch.float32)
+    torch.testing.assert_close(total, partial.double().sum(0).float(), rtol=1e-5, atol=1e-5)
+    assert sum_partials(partial, torch.float16).dtype == torch.float16
 
 
 @kernel_test
@@ -197,6 +212,182 @@ def test_c_int32_offset() -> None:
         assert torch.equal(ours, expected)
 
 
+def add_then_norm(x: Tensor, residual: Tensor, weight: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    """What `add_rms_norm` replaces."""
+    return rms_norm_reference(x + residual, weight, **options), x + residual
+
+
+def norm_then_add(x: Tensor, residual: Tensor, weight: Tensor, **options: object) -> Tensor:
+    """What `rms_norm_add` replaces."""
+    return residual + rms_norm_reference(x, weight, **options)
+
+
+FORMS = {"before": (add_rms_norm, add_then_norm), "after": (rms_norm_add, norm_then_add)}
+
+
+def residual_ways(
+    function: Callable[..., object], inputs: list[Tensor], incoming: list[Tensor], **kwargs: object
+) -> list[Tensor]:
+    """Results (y and the sum, or y + residual) and gradients of x, residual and weight."""
+    outputs = function(*inputs, **kwargs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return gradients(outputs, inputs, incoming[: len(outputs)])
+
+
+def residual_truth(inputs: list[Tensor], incoming: list[Tensor], form: str, offset: float = 0.0) -> list[Tensor]:
+    doubles = [double_leaf(tensor) for tensor in inputs]
+    x, residual, weight = doubles
+    normalised = x + residual if form == "before" else x
+    y = normalised / (normalised.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (offset + weight)
+    outputs = [y, normalised] if form == "before" else [residual + y]
+    return gradients(outputs, doubles, incoming[: len(outputs)])
+
+
+@kernel_test
+@pytest.mark.parametrize("flavour", ["llama", "gemma"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(2, 7, 3, 80), (9, 1, 2100)], ids=str)  # rows share a program; one a program
+def test_residual_three_way(shape: tuple[int, ...], form: str, dtype: torch.dtype, flavour: str) -> None:
+    options, (function, reference) = FLAVOURS[flavour], FORMS[form]
+    inputs = [leaf(*shape, dtype=dtype), leaf(*shape, dtype=dtype), leaf(shape[-1], dtype=dtype)]
+    incoming = [torch.randn(shape, device=DEVICE).to(dtype) for _ in range(2)]
+    ours = residual_ways(function, inputs, incoming, **options)
+    if form == "before" and not (interpreting() and dtype == torch.bfloat16):
+        assert torch.equal(ours[1], inputs[0].detach() + inputs[1].detach())  # rounded as torch rounds
+    assert_three_way(
+        ours,
+        residual_ways(reference, inputs, incoming, **options),
+        residual_truth(inputs, incoming, form, options["offset"]),
+        ulps=ULPS + 1,  # a rounding in the middle (of the sum, or the norm) may fall the other way
+    )
+
+
+@kernel_test
+def test_the_norm_is_rounded_before_the_residual_is_added() -> None:
+    """1 + 2^-12 is 1 in fp16, so that nothing is left when 1 is taken away."""
+    x, weight = torch.ones(3, 96, device=DEVICE).half(), torch.full((96,), 2.0**-12, device=DEVICE).half()
+    assert torch.equal(rms_norm_add(x, -x, weight, 0.0, **FLAVOURS["gemma"]), torch.zeros_like(x))
+
+
+@kernel_test
+@pytest.mark.parametrize("form", FORMS)
+def test_residual_of_another_dtype_promotes_like_torch(form: str) -> None:
+    shape = (3, 5, 96)
+    inputs = [leaf(*shape, dtype=torch.bfloat16), leaf(*shape), leaf(96, dtype=torch.bfloat16)]
+    incoming = [torch.randn(shape, device=DEVICE) for _ in range(2)]
+    function, reference = FORMS[form]
+    for options in FLAVOURS.values():
+        assert_three_way(
+            residual_ways(function, inputs, incoming, **options),
+            residual_ways(reference, inputs, incoming, **options),
+            residual_truth(inputs, incoming, form, options["offset"]),
+            ulps=2 * 2**16 if form == "after" else ULPS,  # the norm is rounded to bf16 before the fp32 sum
+        )
+
+
+@kernel_test
+@pytest.mark.parametrize("form", FORMS)
+def test_residual_of_any_strides(form: str) -> None:
+    packed = torch.randn(2, 5, 8, 32, device=DEVICE)
+    views = [packed[:, :, 2:5], packed[..., :3, :], torch.randn(1, 1, 3, 1, device=DEVICE).expand(2, 5, 3, 32)]
+    views.append(torch.randn(2, 5, 32, 3, device=DEVICE).mT)
+    weight = leaf(32)
+    for turn in range(4):  # every view in every place
+        x, residual, dy, dsummed = views[turn:] + views[:turn]
+        results = [
+            residual_ways(
+                FORMS[form][0], [place(x).requires_grad_(), place(residual).requires_grad_(), weight], [dy, dsummed]
+            )
+            for place in (Tensor.detach, lambda t: t.clone(memory_format=torch.contiguous_format))
+        ]
+        for ours, expected in zip(*results, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+
+
+@kernel_test
+@pytest.mark.parametrize("used", ["y", "summed"])
+def test_only_one_result_used(used: str) -> None:
+    inputs = [leaf(3, 5, 96), leaf(3, 5, 96), leaf(96)]
+    grad = torch.randn(3, 5, 96, device=DEVICE)
+    ours, stock = (
+        torch.autograd.grad(function(*inputs)[used == "summed"], inputs, grad, allow_unused=True)
+        for function in FORMS["before"]
+    )
+    for a, b in zip(ours, stock, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@kernel_test
+@pytest.mark.parametrize("form", FORMS)
+def test_shared_gradient_is_never_written_for_the_other_input(form: str) -> None:
+    """x and residual get one gradient tensor. It must survive all that autograd adds to either of them."""
+
+    def accumulated(function: Callable[..., object], *, leaves: bool, x_first: bool) -> list[Tensor]:
+        x, residual = (t.detach().clone().requires_grad_() for t in sources)
+        for step in range(3):  # .grad is kept, and added to
+            a, b = (x, residual) if leaves else (x * 1, residual * 1)
+            more = (a.sin().sum(), b.cos().sum()) if x_first else (b.cos().sum(), a.sin().sum())
+            outputs = function(a, b, weight.detach())
+            loss = sum((output * grad).sum() for output, grad in zip(
+                outputs if isinstance(outputs, tuple) else (outputs,), incoming, strict=False))  # fmt: skip
+            (loss + sum(more) * (step + 1)).backward()
+            assert x.grad.data_ptr() != residual.grad.data_ptr()
+            x.grad.mul_(2)  # as a clipper would
+        return [x.grad, residual.grad]
+
+    sources, weight = [leaf(4, 96), leaf(4, 96)], leaf(96)
+    incoming = [torch.randn(4, 96, device=DEVICE) for _ in range(2)]
+    for leaves in (True, False):
+        for x_first in (True, False):
+            ours, stock = (accumulated(f, leaves=leaves, x_first=x_first) for f in FORMS[form])
+            for a, b in zip(ours, stock, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+
+
+@kernel_test
+@pytest.mark.parametrize("form", FORMS)
+def test_residual_frozen_weight_checkpoint_and_autocast_change_nothing(form: str) -> None:
+    function = FORMS[form][0]
+    inputs = [leaf(5, 96, dtype=torch.bfloat16), leaf(5, 96, dtype=torch.bfloat16), leaf(96, dtype=torch.bfloat16)]
+    incoming = [torch.randn(5, 96, device=DEVICE) for _ in range(2)]
+    plain = residual_ways(function, inputs, incoming)
+    again = residual_ways(lambda *t: checkpoint(function, *t, use_reentrant=False), inputs, incoming)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        cast = residual_ways(function, inputs, incoming)
+    outputs = function(*inputs[:2], inputs[2].detach())
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    frozen = gradients(outputs, inputs[:2], incoming[: len(outputs)])
+    for a, b, c in zip(plain, again, cast, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    for a, b in zip(plain, frozen, strict=False):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-6)  # a bf16 ulp: other blocks, sums fuse otherwise
+
+
+@kernel_test
+@pytest.mark.parametrize("form", FORMS)
+def test_residual_empty(form: str) -> None:
+    inputs = [leaf(2, 0, 64), leaf(2, 0, 64), leaf(64)]
+    results = residual_ways(FORMS[form][0], inputs, [torch.zeros(2, 0, 64, device=DEVICE)] * 2)
+    assert all(t.shape == (2, 0, 64) for t in results[:-1])
+    assert torch.equal(results[-1], torch.zeros(64, device=DEVICE))
+
+
+@kernel_test
+@pytest.mark.parametrize("form", FORMS)
+def test_c_int32_offset_of_residuals(form: str) -> None:
+    far = far_apart(4, 64)
+    weight = leaf(64, dtype=torch.bfloat16)
+    results = []
+    for x, residual, *incoming in (far, [tensor.contiguous() for tensor in far]):
+        inputs = [x.detach().requires_grad_(), residual.detach().requires_grad_(), weight]
+        results.append(residual_ways(FORMS[form][0], inputs, incoming))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=2**-7, atol=1e-6)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("width", [4096, 14336])
 def test_c_int32_offset_full_size(width: int) -> None:
@@ -219,9 +410,7 @@ def test_cpu_path_equals_transformers_bit_by_bit(family: str, dtype: torch.dtype
 
     name = {"llama": "Llama", "qwen3": "Qwen3", "phi3": "Phi3", "gemma": "Gemma", "gemma3": "Gemma3",
             "olmo2": "Olmo2", "gpt_oss": "GptOss"}[family]  # fmt: skip
-    module = getattr(import_module(f"transformers.models.{family}.modeling_{family}"), name + "RMSNorm")(
-        96, eps=1e-5
-    )
+    module = getattr(import_module(f"transformers.models.{family}.modeling_{family}"), name + "RMSNorm")(96, eps=1e-5)
     module.weight.data.normal_()
     module.to(dtype)
     flavour = "gemma" if "gemma" in family else "olmo2" if family in ("olmo2", "gpt_oss") else "llama"
@@ -231,6 +420,17 @@ def test_cpu_path_equals_transformers_bit_by_bit(family: str, dtype: torch.dtype
     ours = both_ways(lambda x, w: rms_norm(x, w, 1e-5, **FLAVOURS[flavour]), x, weight, dy)
     for a, b in zip(ours, stock, strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@cpu_path_test
+@pytest.mark.parametrize("form", FORMS)
+def test_cpu_path_of_residuals_is_torch_bit_by_bit(form: str) -> None:
+    inputs = [leaf(2, 5, 96, dtype=torch.bfloat16), leaf(2, 5, 96, dtype=torch.bfloat16), leaf(96)]
+    incoming = [torch.randn(2, 5, 96, device=DEVICE) for _ in range(2)]
+    ours, stock = (residual_ways(function, inputs, incoming, **FLAVOURS["gemma"]) for function in FORMS[form])
+    for a, b in zip(ours, stock, strict=True):
+        if DEVICE == "cpu":
+            assert a.dtype == b.dtype and torch.equal(a, b)
 
 
 def test_compiles_without_a_graph_break() -> None:
@@ -247,3 +447,7 @@ def test_errors_say_what_to_do() -> None:
         rms_norm(torch.ones(2, 8), torch.ones(4))
     with pytest.raises(ValueError, match="pass cast_before_scale=False"):
         rms_norm(torch.ones(2, 8), torch.ones(8), offset=1.0)
+    with pytest.raises(ValueError, match=r"add_rms_norm: residual has shape \(8,\), expected x's \(2, 8\)"):
+        add_rms_norm(torch.ones(2, 8), torch.ones(8), torch.ones(8))
+    with pytest.raises(ValueError, match=r"rms_norm_add: offset=1\.0 is added"):
+        rms_norm_add(torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), offset=1.0)
