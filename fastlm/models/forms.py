@@ -18,6 +18,7 @@ __all__ = [
     "MLP",
     "NORM",
     "AttentionForm",
+    "LayerForm",
     "MLPForm",
     "NormForm",
 ]
@@ -56,6 +57,18 @@ class AttentionForm:
     softcap: bool = False
 
 
+@dataclass(frozen=True)
+class LayerForm:
+    """Decoder layer: residual + attention(norm), then residual + mlp(norm).
+
+    sandwich: attention's and the MLP's outputs are normed as well, before they are added.
+    drops: dropout modules on both outputs.
+    """
+
+    sandwich: bool = False
+    drops: bool = False
+
+
 _LLAMA_NORM = NormForm("variance_epsilon", 0.0, True)
 _GEMMA_NORM = NormForm("eps", 1.0, False)
 
@@ -84,13 +97,14 @@ ATTENTION: dict[str, AttentionForm] = {
     **_both(AttentionForm(window="config", packed=True), "aadb91c18c288571", "c1852037f6c5c636"),  # phi3
 }
 
+DECODER_LAYER: dict[str, LayerForm] = {
+    **dict.fromkeys(("99c0b40c10c5dee0", "657f8ad8ff0b8554"), LayerForm()),  # llama, mistral, qwen2, qwen3, gemma
+    **dict.fromkeys(("4675a4f7ce2bac9e", "03ca7d936942132e"), LayerForm(sandwich=True)),  # gemma2, gemma3
+    **dict.fromkeys(("620bca08bc12d52b", "c440089dc6a08987"), LayerForm(drops=True)),  # phi3
+}
+
 # Recognised, not replaced: that every decoder layer and the backbone are known code is what proves that attention is
 # the only place where one token sees another, and that it gets what the model's forward was given.
-DECODER_LAYER = frozenset({
-    "99c0b40c10c5dee0", "657f8ad8ff0b8554",  # llama, mistral, qwen2, qwen3, gemma
-    "4675a4f7ce2bac9e", "03ca7d936942132e",  # gemma2, gemma3
-    "620bca08bc12d52b", "c440089dc6a08987",  # phi3
-})  # fmt: skip
 BACKBONE = frozenset({
     "dc43db77aaecd631", "8d7942a63fe01961",  # llama
     "9caccf63c766d360", "b36c5f68c63a216a",  # mistral, phi3

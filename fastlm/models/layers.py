@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from ..kernels.attention import attention
 from ..kernels.glu import glu, glu_packed
 from ..kernels.lora import lora_linear, lora_mlp
-from ..kernels.rms_norm import rms_norm
+from ..kernels.norm_rope import norm_rope
+from ..kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 from ..kernels.rope import rope
 from ..packing.boundaries import SequenceBoundaries
 from .adapters import fusable, has_hooks
 from .fingerprint import stock_function
-from .forms import AttentionForm, MLPForm, NormForm
+from .forms import AttentionForm, LayerForm, MLPForm, NormForm
 
 __all__ = [
     "LayerPatch",
@@ -53,7 +54,7 @@ class Switch:
 class LayerPatch:
     """What patching left on one module, as ``module._fastlm``.
 
-    kind: "norm", "mlp", "attention" or "head". form: how the stock code is written (forms.py).
+    kind: "norm", "mlp", "attention", "layer" or "head". form: how the stock code is written (forms.py).
     previous: the instance's own forward that ours replaced, put back by unpatch; None where there was none.
     """
 
@@ -89,11 +90,38 @@ def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
     patch = layer_patch(self)
     if patch is None:
         return type(self).forward(self, hidden_states)
-    form: NormForm = patch.form
-    return rms_norm(
-        hidden_states, self.weight, getattr(self, form.epsilon), offset=form.offset,
-        cast_before_scale=form.cast_before_scale,
-    )  # fmt: skip
+    return rms_norm(hidden_states, self.weight, **_norm_options(self, patch.form))
+
+
+def _norm_options(norm: Any, form: NormForm) -> dict[str, Any]:
+    epsilon = getattr(norm, form.epsilon)
+    return {"eps": epsilon, "offset": form.offset, "cast_before_scale": form.cast_before_scale}
+
+
+def _open_norms(*norms: Any) -> list[dict[str, Any]] | None:
+    """The options of norms that may be computed as part of something larger; None if one is not ours or has hooks."""
+    patches = [layer_patch(norm) for norm in norms]
+    options = [_norm_options(n, p.form) for n, p in zip(norms, patches, strict=True) if p is not None and not has_hooks(n)]
+    return options if len(options) == len(norms) else None
+
+
+def _layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """hidden_states [B, T, hidden]; each sum of the residual stream and the norm beside it in one launch."""
+    patch = layer_patch(self)
+    form: LayerForm | None = None if patch is None else patch.form
+    after_attention = self.post_attention_layernorm
+    norms = [after_attention, self.post_feedforward_layernorm] if form and form.sandwich else [after_attention]
+    options = _open_norms(*norms)
+    if form is None or options is None or args:
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    residual = hidden_states
+    attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+    if not form.sandwich:
+        normed, residual = add_rms_norm(attended, residual, after_attention.weight, **options[0])
+        return residual + self.mlp(normed)
+    residual = rms_norm_add(attended, residual, after_attention.weight, **options[0])
+    out = self.mlp(self.pre_feedforward_layernorm(residual))
+    return rms_norm_add(out, residual, norms[1].weight, **options[1])
 
 
 def _mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -133,7 +161,13 @@ def _attention_forward(
     form: AttentionForm = patch.form
     query, key, value = _project(self, form, hidden_states)  # [B, T, heads, head_dim] each
     cos, sin = kwargs.pop("position_embeddings")
-    query, key = rope(query, key, cos, sin)
+    norms = _open_norms(self.q_norm, self.k_norm) if form.head_norm else None
+    if norms is not None and norms[0] == norms[1]:
+        query, key = norm_rope(query, key, self.q_norm.weight, self.k_norm.weight, cos, sin, **norms[0])
+    else:
+        if form.head_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = rope(query, key, cos, sin)
 
     features = attention_features(self, form)
     mask = kwargs.pop("attention_mask", None)
@@ -158,10 +192,7 @@ def _project(self: Any, form: AttentionForm, hidden_states: Tensor) -> tuple[Ten
         query, key, value = _outputs(hidden_states, self.qkv_proj)[0].split([queries, keys, keys], dim=-1)
     else:
         query, key, value = _outputs(hidden_states, self.q_proj, self.k_proj, self.v_proj)
-    query, key, value = query.view(shape), key.view(shape), value.view(shape)
-    if form.head_norm:
-        query, key = self.q_norm(query), self.k_norm(key)
-    return query, key, value
+    return query.view(shape), key.view(shape), value.view(shape)
 
 
 def attention_features(self: Any, form: AttentionForm) -> dict[str, Any]:
@@ -203,7 +234,9 @@ def forward_for(kind: str, module_class: type) -> Any:
 
     The name makes pickle restore the class's forward; the signature is what Trainer and generate read.
     """
-    source: Any = {"norm": _norm_forward, "mlp": _mlp_forward, "attention": _attention_forward}[kind]
+    source: Any = {
+        "norm": _norm_forward, "mlp": _mlp_forward, "attention": _attention_forward, "layer": _layer_forward,
+    }[kind]  # fmt: skip
 
     @functools.wraps(module_class.forward)  # type: ignore[attr-defined]
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

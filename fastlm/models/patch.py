@@ -216,10 +216,16 @@ def _unwrap_peft(model: Any) -> Any:
 
 
 _LOOKS_LIKE = {
+    "layer": re.compile(r"DecoderLayer$"),
     "norm": re.compile(r"Norm$"),
     "mlp": re.compile(r"(MLP|Mlp|FeedForward|Experts|MoeBlock)$"),
     "attention": re.compile(r"(Attention|DeltaNet|Mixer|ShortConv)$"),
 }
+
+
+_TABLES: dict[str, dict[str, Any]] = {
+    "layer": forms.DECODER_LAYER, "norm": forms.NORM, "mlp": forms.MLP, "attention": forms.ATTENTION,
+}  # fmt: skip
 
 
 def _recognise(core: PreTrainedModel, module: nn.Module) -> tuple[str | None, Any, str | None]:
@@ -232,16 +238,12 @@ def _recognise(core: PreTrainedModel, module: nn.Module) -> tuple[str | None, An
         return None, None, None
     for kind, pattern in _LOOKS_LIKE.items():
         if pattern.search(module_class.__name__):
-            hashed = fingerprint(module_class)
-            table: Any = {"norm": forms.NORM, "mlp": forms.MLP, "attention": forms.ATTENTION}[kind]
+            hashed = fingerprint(module_class, kind != "layer")
             if hashed is None:
                 return kind, None, "its source cannot be read"
-            form = table.get(hashed)
-            return (
-                kind,
-                form,
-                None if form is not None else f"unknown {kind} code ({module_class.__name__} {hashed})",
-            )
+            form = _TABLES[kind].get(hashed)
+            unknown = f"unknown {kind} code ({module_class.__name__} {hashed})"
+            return kind, form, unknown if form is None else None
     return None, None, None
 
 
@@ -255,6 +257,8 @@ def _bind(module: Any, kind: str, form: Any, switch: Switch, backends: dict[str,
     if existing is not None and not ours and kind != "head":
         return "its forward was already replaced by something else"
     layer = LayerPatch(kind, form, switch)
+    if kind == "layer" and form.drops and (module.resid_attn_dropout.p or module.resid_mlp_dropout.p):
+        return "dropout on the residual stream is not fused"
     if kind == "mlp":
         layer.activation = activation_name(getattr(module, form.activation))
         if layer.activation is None:

@@ -35,7 +35,7 @@ def test_everything_of_the_known_families_is_fused(family):
     model = tiny_model(family)
     report = fastlm.patch(model)
     norms = sum("norm" in name.rsplit(".", 1)[-1] for name, _ in model.named_modules())
-    assert report.fused == {"head": 1, "norm": norms, "attention": 2, "mlp": 2}
+    assert report.fused == {"head": 1, "layer": 2, "norm": norms, "attention": 2, "mlp": 2}
     assert report.stock == {} and report.obstacle is None
     assert honours_boundaries(model)
     assert "fastlm x 2" in str(report) and "padding-free" in str(report)
@@ -221,7 +221,7 @@ def test_an_instance_with_a_forward_of_its_own_is_left_alone():
 def test_attention_dropout_and_unknown_activation_stay_stock():
     model = tiny_model("llama", attention_dropout=0.1, hidden_act="relu")
     report = fastlm.patch(model)
-    assert report.fused == {"head": 1, "norm": 5}
+    assert report.fused == {"head": 1, "layer": 2, "norm": 5}
     assert "attention dropout 0.1" in report.stock["model.layers.0.self_attn"]
     assert "activation" in report.stock["model.layers.0.mlp"]
     assert not honours_boundaries(model)
