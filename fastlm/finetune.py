@@ -1,7 +1,6 @@
 """One LoRA run, as ``fastlm train`` and ``fastlm quickstart`` share it: train, measure, save, answer.
 
-Everything that makes the run fast is FastLanguageModel's and the wrapped SFTTrainer's; this file only watches
-it.
+What makes the run fast is FastLanguageModel's and the wrapped SFTTrainer's; this file only watches it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tqdm import tqdm
-from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import has_generation_markers
 
@@ -25,7 +24,7 @@ from .console import Interrupted
 from .loader import FastLanguageModel
 from .rows import Row
 
-__all__ = ["Training", "answer", "make_trainer", "padding_share", "replace_folder", "save_adapter", "train"]
+__all__ = ["Training", "answer", "make_trainer", "padding_share", "save_adapter", "train"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,16 @@ class Training:
     losses: list[float]
     tokens_per_second: float
     padding_avoided: float
+
+    def facts(self) -> dict[str, Any]:
+        """What every command's JSON object says of its training."""
+        return {
+            "steps": self.steps,
+            "loss_first": self.losses[0],
+            "loss_last": self.losses[-1],
+            "tokens_per_second": self.tokens_per_second,
+            "padding_avoided": self.padding_avoided,
+        }
 
 
 @dataclass
@@ -55,87 +64,51 @@ class _Progress(TrainerCallback):
     """A progress bar with the last loss, and the times at which steps ended."""
 
     def __init__(self) -> None:
-        self.bar: tqdm | None = None
+        self.bar = tqdm(desc="training", unit="step", delay=1e-9)  # shown from its first step on
         self.ended: list[float] = []
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.bar = tqdm(total=state.max_steps, desc="training", unit="step")
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.reset(state.max_steps)
         self.ended = [time.perf_counter()]
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.ended.append(time.perf_counter())
-        if self.bar is not None:
-            self.bar.update(1)
+        self.bar.update(1)
+        control.should_log |= state.global_step == state.max_steps  # the last loss, whatever logging_steps is
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        logs = kwargs.get("logs") or {}
-        if self.bar is not None and "loss" in logs:
-            self.bar.set_postfix(loss=f"{float(logs['loss']):.3f}")
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in (logs or {}):
+            self.bar.set_postfix(loss=f"{logs['loss']:.3f}")
 
 
 def make_trainer(
-    model: Any,
-    tokenizer: Any,
-    train_rows: Sequence[Row],
-    eval_rows: Sequence[Row] | None = None,
-    *,
-    max_length: int,
-    batch_size: int,
-    learning_rate: float,
-    output_dir: str | Path,
-    max_steps: int = -1,
-    epochs: float = 1.0,
-    packing: bool = False,
-    logging_steps: int = 1,
-    seed: int = 3407,
+    model: Any, tokenizer: Any, rows: list[Row], held_out: list[Row] | None, *, batch_size: int, **config: Any
 ) -> SFTTrainer:
     """An SFTTrainer over rows of one kind (see fastlm.rows), quiet and saving nothing by itself.
 
-    The loss covers completions only for prompt-completion rows, marked answers only for chats whose template
-    marks them, and everything otherwise.
+    config: more fields of SFTConfig. The loss covers completions only for prompt-completion rows, marked
+    answers only for chats whose template marks them, and everything otherwise.
     """
-    dtype, on_cpu = model.dtype, model.device.type == "cpu"
-    marked = "messages" in train_rows[0] and has_generation_markers(tokenizer.chat_template or "")
     arguments = SFTConfig(
-        output_dir=str(output_dir),
-        max_steps=max_steps,
-        num_train_epochs=epochs,
         per_device_train_batch_size=batch_size,
         per_device_eval_batch_size=batch_size,
-        learning_rate=learning_rate,
         lr_scheduler_type="cosine",
-        warmup_steps=0.1,  # a share of the steps
-        max_length=max_length,
-        packing=packing,
-        assistant_only_loss=marked,
-        bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
-        use_cpu=on_cpu,
-        dataloader_pin_memory=not on_cpu,
-        logging_steps=logging_steps,
+        assistant_only_loss="messages" in rows[0] and has_generation_markers(tokenizer.chat_template or ""),
+        bf16=model.dtype == torch.bfloat16,
+        fp16=model.dtype == torch.float16,
+        use_cpu=model.device.type == "cpu",
         logging_first_step=True,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        seed=seed,
+        **config,
     )
     trainer = SFTTrainer(
         model=model,
         args=arguments,
         processing_class=tokenizer,
-        train_dataset=Dataset.from_list(list(train_rows)),
-        eval_dataset=Dataset.from_list(list(eval_rows)) if eval_rows else None,
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=Dataset.from_list(held_out) if held_out else None,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -153,14 +126,13 @@ def train(trainer: SFTTrainer, adapter_dir: Path, tokenizer: Any) -> Training:
     try:
         trainer.train()
     except KeyboardInterrupt as interruption:
-        progress.close()
         save_adapter(trainer.model, tokenizer, adapter_dir)
         raise Interrupted(
             f"interrupted after {trainer.state.global_step} of {trainer.state.max_steps} steps; the adapter "
             f"as it is now is in {adapter_dir}, for FastLanguageModel.from_pretrained or PEFT"
         ) from interruption
     finally:
-        progress.close()
+        progress.bar.close()
         trainer.remove_callback(progress)
         trainer.data_collator = recorder.collate
     steps = trainer.state.global_step
@@ -186,30 +158,17 @@ def padding_share(batches: Sequence[Sequence[int]]) -> float:
 
 
 def save_adapter(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write adapter and tokenizer beside ``folder`` and put them there once they are complete."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    """Write adapter and tokenizer beside ``folder``, and put them in its place once they are complete."""
+    partial, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "old"))
     try:
         # Embeddings are not trained here; left on "auto", PEFT would ask the hub about the base model.
         model.save_pretrained(partial, save_embedding_layers=False)
         tokenizer.save_pretrained(partial)
-        replace_folder(partial, folder)
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def replace_folder(new: Path, folder: Path) -> None:
-    """Rename ``new`` to ``folder``; an older ``folder`` is removed only after that."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.replace(folder, old)
-    try:
-        os.replace(new, folder)
-    except OSError:
-        if old.exists():
-            os.replace(old, folder)
-        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

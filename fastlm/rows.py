@@ -29,7 +29,7 @@ _ROLES = {
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """Read and check a .jsonl file. Chats come back as {"messages": [...]}, other rows with their own keys only.
+    """Read and check a .jsonl file; chats come back as {"messages": [...]}, others with their own keys only.
 
     Raises OSError where the file cannot be read, and ValueError, naming the line, where a row is not one of
     the three kinds, is not of the first row's kind, or has no text to train on.

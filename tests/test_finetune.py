@@ -25,8 +25,8 @@ def tiny(tmp_path):
 
 
 def trainer_of(tiny, tmp_path, **more):
-    given = {"max_length": 64, "batch_size": 2, "learning_rate": 1e-2, "output_dir": tmp_path / "out", **more}
-    return make_trainer(*tiny, ROWS, **given)
+    given = {"max_length": 64, "batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1, **more}
+    return make_trainer(*tiny, ROWS, None, output_dir=str(tmp_path / "out"), **given)
 
 
 def logits(model):

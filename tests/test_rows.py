@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fastlm.rows import Rows, answer_text, prompt_part, read_rows, row_text, training_columns
+from fastlm.rows import answer_text, prompt_part, read_rows, row_text, training_columns
 from tests.tiny import tiny_tokenizer
 
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
@@ -17,37 +17,29 @@ def write(tmp_path, *lines):
     return path
 
 
+SHAREGPT = {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}
+PAIR = {"prompt": [USER], "completion": [ANSWER]}
+
+
 @pytest.mark.parametrize(
-    "given, kind, row",
+    "given, row",
     [
-        (CHAT, "chat", CHAT),
-        (
-            {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
-            "chat",
-            CHAT,
-        ),
-        ({"conversations": [USER, ANSWER], "id": 7}, "chat", CHAT),
-        (
-            {"prompt": "2+2?", "completion": "4", "id": 7},
-            "prompt-completion",
-            {"prompt": "2+2?", "completion": "4"},
-        ),
-        (
-            {"prompt": [USER], "completion": [ANSWER]},
-            "prompt-completion",
-            {"prompt": [USER], "completion": [ANSWER]},
-        ),
-        ({"text": "four", "id": 7}, "text", {"text": "four"}),
+        (CHAT, CHAT),
+        (SHAREGPT, CHAT),
+        ({"conversations": [USER, ANSWER], "id": 7}, CHAT),
+        ({"prompt": "2+2?", "completion": "4", "id": 7}, {"prompt": "2+2?", "completion": "4"}),
+        (PAIR, PAIR),
+        ({"text": "four", "id": 7}, {"text": "four"}),
     ],
 )
-def test_every_kind_is_read(tmp_path, given, kind, row):
-    assert read_rows(write(tmp_path, given)) == Rows(kind, [row])
+def test_every_kind_is_read(tmp_path, given, row):
+    assert read_rows(write(tmp_path, given)) == [row]
 
 
 def test_blank_lines_and_a_byte_order_mark_are_passed_over(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n  \r\n{"text": "b"}\r\n')
-    assert read_rows(path).rows == [{"text": "a"}, {"text": "b"}]
+    assert read_rows(path) == [{"text": "a"}, {"text": "b"}]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +68,7 @@ def test_blank_lines_and_a_byte_order_mark_are_passed_over(tmp_path):
         ({"messages": [ANSWER]}, "line 2: messages must start with a user message"),
         (
             {"messages": [USER, ANSWER], "tools": [{"name": "f"}]},
-            'line 2: rows with "tools" are not supported',
+            'line 2: "tools" are not read here',
         ),
     ],
 )
@@ -99,9 +91,9 @@ def test_other_errors(tmp_path):
 
 
 def test_single_answer_chats_are_trained_on_the_answer_only():
-    assert training_columns(Rows("chat", [CHAT])) == [{"prompt": [USER], "completion": [ANSWER]}]
+    assert training_columns([CHAT]) == [{"prompt": [USER], "completion": [ANSWER]}]
     long = {"messages": [USER, ANSWER, USER, ANSWER]}
-    assert training_columns(Rows("chat", [CHAT, long])) == [CHAT, long]
+    assert training_columns([CHAT, long]) == [CHAT, long]
 
 
 @pytest.mark.parametrize(
