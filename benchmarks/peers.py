@@ -1,7 +1,7 @@
-"""The same operations in Liger (BSD-2-Clause), looked up when called: without it there is nothing to compare with.
+"""The same operations in Liger (BSD-2-Clause), looked up when called: without it there is no comparison.
 
-Each function takes the tensors that fastlm's takes and returns Liger's outputs, differentiable. Liger writes into its
-inputs here and there (rope in forward, the gated units in backward): give it tensors of its own.
+Each function takes the tensors that fastlm's takes and returns Liger's outputs, differentiable. Liger writes
+into its inputs here and there (rope in forward, the gated units in backward): give it tensors of its own.
 """
 
 from importlib import import_module
@@ -20,7 +20,7 @@ def _liger(name: str) -> Any:
 def liger_rms_norm(x: Tensor, weight: Tensor, offset: float, cast_before_scale: bool) -> Tensor:
     """Out of place: in place, a kept graph would normalise its own result."""
     casting = "llama" if cast_before_scale else "gemma"
-    return _liger("LigerRMSNormFunction").apply(x, weight, 1e-6, offset, casting, False)
+    return _liger("LigerRMSNormFunction").apply(x, weight, 1e-6, offset, casting, False, None)
 
 
 def liger_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,7 +30,7 @@ def liger_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
 
 def liger_glu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """"silu" or "gelu_tanh"."""
+    """activation: "silu" or "gelu_tanh"."""
     name = {"silu": "LigerSiLUMulFunction", "gelu_tanh": "LigerGELUMulFunction"}[activation]
     return _liger(name).apply(gate, up)
 
@@ -40,7 +40,8 @@ def liger_glu_packed(gate_up: Tensor, activation: str) -> Tensor:
     if activation == "silu":
         rows = gate_up.flatten(0, -2)  # it returns its gradient as rows
         return _liger("LigerFusedGateUpSiLUMulFunction").apply(rows).unflatten(0, gate_up.shape[:-1])
-    return liger_glu(*gate_up.chunk(2, dim=-1), activation)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return liger_glu(gate, up, activation)
 
 
 def liger_head(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:

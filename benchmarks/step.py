@@ -1,9 +1,9 @@
-"""One training step, seen whole: tokens per second, memory, where the GPU's time goes, how much of it is work.
+"""One training step, seen whole: tokens per second, memory, where the GPU's time goes, launches.
 
-A model of a real architecture with random weights, made in memory; token ids drawn at random, in samples with lognormal
-lengths (median 200, sigma 0.6, at least 24: the spread of alpaca-cleaned), packed into rows or not; forward, backward,
-clipping and optimiser without a Trainer. ``--stock`` does the same samples with the unpatched model, padded to the
-longest of every micro-batch, with SDPA. The last line is one JSON object.
+A model of a real architecture with random weights, made in memory; token ids drawn at random, in samples with
+lognormal lengths (median 200, sigma 0.6, at least 24: the spread of alpaca-cleaned), packed into rows or not;
+forward, backward, clipping and optimiser without a Trainer. ``--stock`` does the same samples with the
+unpatched model, padded to the longest of every micro-batch, with SDPA. The last line is one JSON object.
 
     python -m benchmarks.step --arch llama8b                          16 rows of 1,024 tokens, LoRA
     python -m benchmarks.step --arch llama8b --samples 2              a notebook's step, not packed
@@ -16,8 +16,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,35 +27,35 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.timing import DEVICE, median_ms, on_gpu, record, save
-from fastlm import FastLanguageModel, PaddingFreeCollator, pack, patch
-from fastlm.kernels.attention import attention
-from fastlm.packing import SequenceBoundaries
+from benchmarks.floor import step_floor
+from benchmarks.timing import DEVICE, on_gpu, record, save
+from fastlm import FastLanguageModel, PaddingFreeCollator, pack, patch, report
 
-LLAMA_8B = dict(
-    vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
-    num_key_value_heads=8, max_position_embeddings=131_072, rms_norm_eps=1e-5, tie_word_embeddings=False,
+LLAMA_8B: dict[str, Any] = dict(
+    vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=131_072,
+    rms_norm_eps=1e-5, tie_word_embeddings=False,
     rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
 )  # fmt: skip
-QWEN3_8B = dict(
-    vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36, num_attention_heads=32,
-    num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960, tie_word_embeddings=False,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+QWEN3_8B: dict[str, Any] = dict(
+    vocab_size=151_936, hidden_size=4096, intermediate_size=12_288, num_hidden_layers=36,
+    num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960,
+    tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+)  # fmt: skip
+QWEN3_1B7 = QWEN3_8B | dict(
+    hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
+    tie_word_embeddings=True,
+)  # fmt: skip
+TINY: dict[str, Any] = dict(
+    vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=512, tie_word_embeddings=False,
 )  # fmt: skip
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama8b": ("llama", LLAMA_8B),
     "qwen3_8b": ("qwen3", QWEN3_8B),
-    "qwen3_1b7": (
-        "qwen3",
-        QWEN3_8B | dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
-                        tie_word_embeddings=True),
-    ),
-    "tiny": (
-        "llama",
-        dict(vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=False),
-    ),
-}  # fmt: skip
+    "qwen3_1b7": ("qwen3", QWEN3_1B7),
+    "tiny": ("llama", TINY),
+}
 PROFILED_STEPS = 3
 LONGEST_NAME = 90
 
@@ -95,9 +95,7 @@ def build(given: argparse.Namespace) -> Any:
     config = AutoConfig.for_model(family, **facts)
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="sdpa"
-        )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     model.config.use_cache = False
     if given.qlora:
         quantise(model)
@@ -135,8 +133,8 @@ def quantise(model: nn.Module) -> None:
                 child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16,
                 quant_type="nf4", device="meta",
             )  # fmt: skip
-            data = child.weight.data
-            layer.weight = Params4bit(data, requires_grad=False, quant_type="nf4", module=layer).to(data.device)
+            packed: Any = Params4bit(child.weight.data, requires_grad=False, quant_type="nf4", module=layer)
+            layer.weight = packed.to(child.weight.device)  # quantises
             setattr(module, name, layer)
     model.is_loaded_in_4bit = True  # type: ignore[assignment]  # PEFT asks for it
 
@@ -158,7 +156,7 @@ def sample_steps(given: argparse.Namespace, steps: int, seed: int = 0) -> list[l
     else:
         packed = pack(lengths, given.row_length)
         starts = packed.row_offsets[:: given.rows]
-        groups = [packed.indices[begin:end] for begin, end in zip(starts[:-1], starts[1:], strict=True)][:steps]
+        groups = [packed.indices[begin:end] for begin, end in pairwise(starts)][:steps]
         if len(groups) < steps:
             raise ValueError(f"the samples fill {len(groups)} steps of {given.rows} rows, not {steps}")
     return [[rng.integers(5, vocabulary, lengths[i]) for i in group] for group in groups]
@@ -221,8 +219,8 @@ def autocast() -> AbstractContextManager[Any]:
     return torch.autocast(DEVICE.type, torch.bfloat16)
 
 
-def run(given: argparse.Namespace) -> dict[str, Any]:
-    """Trains, times, profiles; the row that goes into the record."""
+def run(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, float]]:
+    """Trains, times, profiles: the row that goes into the record, and the floor if it is asked for."""
     begin = time.perf_counter()
     trainer = Trainer(given)
     steps = sample_steps(given, given.steps)
@@ -236,14 +234,15 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     half = given.steps // 2
     losses = [trainer.step(batch) for batch in batches[:half]]
-    seconds, wall, timed = _timed([lambda batch=batch: trainer.step(batch) for batch in batches[half:]])
+    seconds, wall, timed = _timed(trainer, batches[half:])
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu() else 0.0
     tokens = [sum(len(ids) for ids in samples) for samples in steps]
     computed = [sum(batch["input_ids"].numel() for batch in group) for group in batches]
     kernels, launches, busy_ms = profile_steps(trainer, batches[-PROFILED_STEPS:])
     seconds_per_step = statistics.median(seconds)
     losses_read = [float(loss) for loss in losses + timed]
-    return {
+    facts = None if given.stock else report(trainer.model)
+    row = {
         "arch": given.arch,
         "system": "stock" if given.stock else "fastlm",
         "training": "full" if given.full else "qlora" if given.qlora else "lora",
@@ -257,8 +256,16 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         "launches_per_step": launches,
         "gpu_busy_share": busy_ms / 1e3 / seconds_per_step if busy_ms is not None else None,
         "losses": [losses_read[0], losses_read[half], losses_read[-1]],
+        "fused": None if facts is None else facts.fused,
+        "stock_layers": None if facts is None else len(facts.stock),
+        "backends": None if facts is None else facts.backends,
         "kernels": kernels,
-    } | (floor(given, batches[-1][0]["boundaries"]) if given.floor and not given.stock else {})
+    }
+    if not given.floor or given.stock:
+        return row, {}
+    config, boundaries = trainer.model.config.get_text_config(), batches[-1][0]["boundaries"]
+    del trainer
+    return row, step_floor(config, boundaries, full=given.full)
 
 
 def synchronise() -> None:
@@ -266,19 +273,18 @@ def synchronise() -> None:
         torch.cuda.synchronize()
 
 
-def _timed(steps: list[Callable[[], Tensor]]) -> tuple[list[float], float, list[Tensor]]:
-    """Seconds of each step on the GPU's clock (no stop between them), of all on the host's, and their results."""
+def _timed(trainer: Trainer, steps: list[list[dict[str, Any]]]) -> tuple[list[float], float, list[Tensor]]:
+    """Seconds of each step on the GPU's clock (no stop between them), of all on the host's, the losses."""
     synchronise()
-    begin, results, marks = time.perf_counter(), [], []
-    for step in steps:
+    begin, losses, marks = time.perf_counter(), [], []
+    for batches in steps:
         marks.append(_mark())
-        results.append(step())
+        losses.append(trainer.step(batches))
     marks.append(_mark())
     synchronise()
     wall = time.perf_counter() - begin
-    if on_gpu():
-        return [a.elapsed_time(b) / 1e3 for a, b in zip(marks[:-1], marks[1:], strict=True)], wall, results
-    return [b - a for a, b in zip(marks[:-1], marks[1:], strict=True)], wall, results
+    seconds = [a.elapsed_time(b) / 1e3 if on_gpu() else b - a for a, b in pairwise(marks)]
+    return seconds, wall, losses
 
 
 def _mark() -> Any:
@@ -292,7 +298,7 @@ def _mark() -> Any:
 def profile_steps(
     trainer: Trainer, batches: list[list[dict[str, Any]]]
 ) -> tuple[list[dict[str, Any]], float | None, float | None]:
-    """Per step: the ten kernels that take longest, the launches (copies included), the GPU's busy milliseconds.
+    """Per step: the ten kernels that take longest, the launches (copies included), the kernels' milliseconds.
 
     Without a GPU: the ten operators that take the host longest; no launches, no busy time.
     """
@@ -311,84 +317,53 @@ def profile_steps(
         for entry in averages
         if entry.device_type == DeviceType.CUDA and not getattr(entry, "is_user_annotation", False)
     ]
-    return _largest(rows, count), sum(row[2] for row in rows) / count, sum(row[1] for row in rows) / count / 1e3
+    return (
+        _largest(rows, count),
+        sum(row[2] for row in rows) / count,
+        sum(row[1] for row in rows) / count / 1e3,
+    )
 
 
 def _largest(rows: list[tuple[str, float, int]], steps: int) -> list[dict[str, Any]]:
     """rows: name, microseconds, calls, of all steps together."""
-    total = sum(microseconds for _, microseconds, _ in rows) or 1.0
+    total = sum(us for _, us, _ in rows) or 1.0
     rows.sort(key=lambda row: -row[1])
     return [
-        {"name": name[:LONGEST_NAME], "ms": microseconds / steps / 1e3, "share": microseconds / total, "calls": calls / steps}
-        for name, microseconds, calls in rows[:10]
+        {"name": name[:LONGEST_NAME], "ms": us / steps / 1e3, "share": us / total, "calls": calls / steps}
+        for name, us, calls in rows[:10]
     ]
-
-
-def floor(given: argparse.Namespace, boundaries: SequenceBoundaries) -> dict[str, Any]:
-    """Milliseconds of what no step can do without: one product forward and one backward for every frozen weight, two
-    for a trained one, and attention over these samples. Nothing is recomputed, nothing else is counted."""
-    facts = AutoConfig.for_model(ARCHITECTURES[given.arch][0], **ARCHITECTURES[given.arch][1])
-    hidden, layers, head_dim = facts.hidden_size, facts.num_hidden_layers, facts.head_dim
-    heads, key_heads = facts.num_attention_heads, facts.num_key_value_heads
-    tokens = boundaries.token_count
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
-
-    def products(out: int, width: int) -> float:
-        weight, x, dy = random(out, width), random(tokens, width), random(tokens, out)
-        ms = median_ms(lambda: x @ weight.t()) + median_ms(lambda: dy @ weight)
-        return ms + (median_ms(lambda: dy.t() @ x) if given.full else 0.0)
-
-    query, key = products(heads * head_dim, hidden), products(key_heads * head_dim, hidden)
-    rest = products(hidden, heads * head_dim) + products(hidden, facts.intermediate_size)
-    layer = query + 2 * key + rest + 2 * products(facts.intermediate_size, hidden)
-    head = products(facts.vocab_size, hidden)
-    q, k, v = (random(tokens, count, head_dim).requires_grad_() for count in (heads, key_heads, key_heads))
-    above = random(tokens, heads, head_dim)
-
-    def attend() -> Any:
-        out = attention(
-            q, k, v, boundaries.cu_seqlens, boundaries.max_length, lengths=boundaries.lengths
-        )
-        return torch.autograd.grad(out, (q, k, v), above)
-
-    attended = median_ms(attend)
-    total = layers * (layer + attended) + head
-    return {
-        "floor_products_ms": layers * layer + head,
-        "floor_attention_ms": layers * attended,
-        "floor_tokens_per_second": tokens / total * 1e3,
-    }
 
 
 def table(row: dict[str, Any]) -> str:
     """The row for a reader."""
-    lines = [f"{name:<24} {value}" for name, value in row.items() if name != "kernels"]
+    lines = []
+    for name, value in row.items():
+        if name != "kernels":
+            lines.append(f"{name:<24} {f'{value:,.6g}' if isinstance(value, float) else value}")
     lines += [f"{'kernel':<{LONGEST_NAME}} {'ms':>9} {'share':>7} {'calls':>7}   (per step)"]
     lines += [
-        f"{kernel['name']:<{LONGEST_NAME}} {kernel['ms']:>9.3f} {kernel['share']:>7.1%} {kernel['calls']:>7.1f}"
-        for kernel in row["kernels"]
+        f"{one['name']:<{LONGEST_NAME}} {one['ms']:>9.3f} {one['share']:>7.1%} {one['calls']:>7.1f}"
+        for one in row["kernels"]
     ]
     return "\n".join(lines)
 
 
 def main(command: list[str] | None = None) -> None:
+    """Runs, prints, keeps."""
     given = arguments_from(command)
-    row = run(given)
-    floor_keys = [name for name in row if name.startswith("floor_")]
+    row, floor = run(given)
     kept = record(
-        [{name: value for name, value in row.items() if name not in floor_keys}],
+        [row],
         script=f"step-{row['arch']}-{row['training']}-{row['system']}",
-        work="random weights and token ids; lognormal samples; LoRA r=16 on seven projections, or every weight",
-        notes=f"{given.steps} steps, the second half timed without a stop; {PROFILED_STEPS} more profiled: busy is the "
-        "kernels' time in those over the timed steps' median",
-        floor={name.removeprefix("floor_"): row[name] for name in floor_keys},
+        work="random weights and token ids, lognormal samples; LoRA r=16 on 7 projections, or every weight",
+        notes=f"{given.steps} steps, the second half timed without a stop, {PROFILED_STEPS} more profiled; "
+        "busy is the kernels' time in those over the timed steps' median",
+        floor=floor,
         commit=given.commit,
     )
     if given.save is not None:
         save(kept, given.save)
-    print(table(row))
+    print(table(row | {f"floor_{name}": value for name, value in floor.items()}))
     print(json.dumps(kept))
 
 

@@ -1,12 +1,13 @@
-"""Timing of operations on a GPU: median milliseconds, counted bytes, the share of a plain copy, the same work elsewhere.
+"""Timing of operations on a GPU: median milliseconds, counted bytes, the share of a plain copy, and rivals.
 
-A benchmark calls `measure` once per case with the fast function, and with what does the same work otherwise: the torch
-expression that it replaces, torch.compile of that expression, Liger's kernel. `report` comes at the end. The counted
-bytes are those that the operation must move (each input read once, each output written once); the share is against a
-copy measured on the same GPU in the same process.
+A benchmark calls `measure` once per case with the fast function, and with what does the same work otherwise:
+the torch expression that it replaces, torch.compile of that expression, Liger's kernel. `report` comes at the
+end. The counted bytes are those that the operation must move (each input read once, each output written
+once); the share is against a copy measured on the same GPU in the same process.
 
-Times are the GPU's own. Before each timed call the L2 cache is overwritten and the GPU is kept busy for as long as the
-host needs to enqueue the call, so that a kernel of microseconds is not charged for Python's launch of it.
+Times are the GPU's own. Before each timed call the L2 cache is overwritten and the GPU is kept busy for as
+long as the host needs to enqueue the call, so that a kernel of microseconds is not charged for Python's
+launch of it.
 """
 
 import json
@@ -29,8 +30,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "DEVICE", "SETTINGS", "Rival", "Settings", "Timing", "copy_bandwidth", "failures", "measure", "median_ms", "on_gpu",
-    "peak_gib", "record", "report", "require_gpu", "rival_ms", "save", "torch_compile",
+    "DEVICE", "SETTINGS", "Rival", "Settings", "Timing", "copy_bandwidth", "failures", "measure", "median_ms",
+    "on_gpu", "peak_gib", "record", "report", "require_gpu", "rival_ms", "save", "torch_compile",
 ]  # fmt: skip
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # CPU: dry runs only
@@ -54,8 +55,7 @@ SETTINGS = Settings()
 class Timing:
     """One case. Bandwidths are in GB/s (1e9 bytes a second), times in milliseconds.
 
-    A time that is None was not measured: nothing to compare with, not installed, out of memory, or left out to save
-    time.
+    A time that is None was not measured: nothing to compare with, not installed, out of memory, or left out.
     """
 
     operation: str
@@ -71,9 +71,10 @@ class Timing:
     int64_ms: float | None = field(default=None, kw_only=True)  # our kernel, LONG_INDEXING forced on
 
     def __str__(self) -> str:
-        others = {"torch": self.torch_ms, "compile": self.compile_ms, "liger": self.liger_ms, "int64": self.int64_ms}
+        others = (("torch", self.torch_ms), ("compile", self.compile_ms), ("liger", self.liger_ms),
+                  ("int64", self.int64_ms))  # fmt: skip
         ratios = "".join(
-            f"  {name} {f'{ms / self.ms:.2f}x' if ms is not None else '-':>6}" for name, ms in others.items()
+            f"  {name} {f'{ms / self.ms:.2f}x' if ms is not None else '-':>6}" for name, ms in others
         )
         return (
             f"{self.operation:<20} {self.case:<22} {self.tokens:>7,} tokens {self.ms:>9.4f} ms "
@@ -82,14 +83,16 @@ class Timing:
 
 
 class Rival:
-    """Another implementation of the same differentiable function, run forward and backward on leaves of its own.
+    """Another implementation of the same differentiable function, run forward and backward.
 
-    function: takes the leaves, returns a tensor or a tuple of tensors; may compile or import at its first call.
+    function: takes the leaves, returns a tensor or a tuple of them; may compile or import at its first call.
     leaves: its arguments; gradients are taken of those that require one.
     gradients: of the outputs.
     """
 
-    def __init__(self, function: Callable[..., Any], leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], leaves: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> None:
         self._function, self._leaves, self._gradients = function, tuple(leaves), tuple(gradients)
         self._outputs: tuple[Tensor, ...] | None = None
 
@@ -107,13 +110,18 @@ class Rival:
 
 
 def torch_compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile for these shapes alone; the graph of its backward may be run many times."""
-    import torch._dynamo.config as dynamo_config
-    import torch._functorch.config as functorch_config
+    """torch.compile, at the first call, for these shapes alone; the graph of its backward may be kept."""
 
-    functorch_config.donated_buffer = False  # else a kept graph is refused
-    dynamo_config.recompile_limit = 64  # one closure, many shapes
-    return torch.compile(function, dynamic=False)
+    @lru_cache(maxsize=1)
+    def compiled() -> Callable[..., Any]:
+        import torch._dynamo.config as dynamo_config
+        import torch._functorch.config as functorch_config
+
+        functorch_config.donated_buffer = False  # else a kept graph is refused
+        dynamo_config.recompile_limit = 64  # one closure, many shapes
+        return torch.compile(function, dynamic=False)
+
+    return lambda *leaves: compiled()(*leaves)
 
 
 def on_gpu() -> bool:
@@ -153,7 +161,7 @@ SLOW_MS = 20.0  # from here on launching is no part of a call, and a call is its
 def _calls(
     function: Callable[[], Any], repeats: int, busy_ms: float
 ) -> tuple[float, float, list[tuple[torch.cuda.Event, torch.cuda.Event]]]:
-    """Calls enqueued without waiting; milliseconds of wall time a call, of the host in it, and each call's events."""
+    """Calls enqueued without waiting: wall milliseconds a call, the host's part of them, the events."""
     cache, events, host = _cache(), [], 0.0
     torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -194,7 +202,7 @@ def copy_bandwidth() -> float:
 
 
 def peak_gib(function: Callable[[], Any]) -> float:
-    """GiB that one call, not its first, allocates at its peak beyond what was there before; 0 without a GPU."""
+    """GiB that one call, not its first, allocates at its peak beyond what was there; 0 without a GPU."""
     if not on_gpu():
         return 0.0
     torch.cuda.synchronize()
@@ -205,7 +213,7 @@ def peak_gib(function: Callable[[], Any]) -> float:
 
 
 def rival_ms(name: str, function: Callable[[], Any] | None, *, least: int = 5) -> float | None:
-    """`median_ms` of other people's code: None where it is not there, does not fit, or fails (said on stderr)."""
+    """`median_ms` of others' code: None where it is not there, does not fit, or fails (said on stderr)."""
     if function is None:
         return None
     try:
@@ -222,7 +230,7 @@ def rival_ms(name: str, function: Callable[[], Any] | None, *, least: int = 5) -
 
 def failures() -> tuple[type[BaseException], ...]:
     """What compilers and libraries raise; out of memory is a RuntimeError."""
-    common = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, LookupError, ImportError, OSError)
+    common = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, LookupError, ImportError)
     try:
         from triton.errors import TritonError
     except ImportError:
@@ -243,10 +251,10 @@ def measure(
     module: ModuleType | None = None,
     least: int = 5,
 ) -> Timing:
-    """Times the function and, where given, what else does the same work; prints nothing but failures of others.
+    """Times the function and, where given, what else does the same work; prints only failures of the latter.
 
-    compiled (a `Rival` of `torch_compile`) and module (the kernel's, whose `long_indexing` is made to say yes) count
-    at ``SETTINGS.compared_at`` tokens only.
+    compiled (a `Rival` of `torch_compile`) and module (the kernel's, its `long_indexing` made to say yes)
+    count at ``SETTINGS.compared_at`` tokens only. least: calls of each to take the median of.
     """
     ms = median_ms(function, least=least)
     where = f"{operation}, {case}, {tokens} tokens"
@@ -265,13 +273,20 @@ def measure(
     )  # fmt: skip
 
 
+_DESCRIBE = (
+    "--match=",
+    "--always",
+    "--abbrev=40",
+    "--dirty",
+)  # the hash; -dirty where the tree has changed since
 _PACKAGES = (
-    "torch", "triton", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "liger_kernel", "flash-attn-4",
+    "torch", "triton", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "liger_kernel",
+    "flash-attn-4",
 )  # fmt: skip
 _WORK = "random bf16 tensors of one layer; bytes: every input read once, every output written once"
 _NOTES = (
-    "median of at least 5 calls and 40 ms after 10 ms of warm-up, on the GPU's clock; L2 overwritten and the GPU kept "
-    "busy before each call, so that the host's time to launch is not in it"
+    "median of 40 ms of calls after 10 ms of warm-up, on the GPU's clock (2 to 5 calls if slow); "
+    "L2 overwritten and the GPU kept busy before each call, so that the host's time to launch is not in it"
 )
 
 
@@ -291,7 +306,7 @@ def record(
     return {
         "script": script,
         "command": " ".join(["python", *sys.orig_argv[1:]]),
-        "commit": commit or _said_by("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"),
+        "commit": commit or _said_by("git", "-C", str(Path(__file__).parent), "describe", *_DESCRIBE),
         "date": date.today().isoformat(),
         "device": _device(),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
@@ -309,7 +324,7 @@ def report(
     folder: str | Path | None = None,
     commit: str | None = None,
 ) -> None:
-    """Prints the table, then `record` as one JSON object on the last line; keeps that in the folder, if one is given."""
+    """Prints the table, then `record` as one JSON object on the last line, and keeps that in the folder."""
     if table:
         for timing in timings:
             print(timing)

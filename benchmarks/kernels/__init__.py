@@ -42,9 +42,9 @@ def cases() -> Iterator[tuple[ModelShapes, int]]:
 
 
 def distinct(key: Callable[[ModelShapes], Any]) -> Iterator[tuple[str, ModelShapes, int]]:
-    """(name, model, tokens) like `cases`, with the models that the operation cannot tell apart measured once.
+    """(name, model, tokens) like `cases`, but models that the operation cannot tell apart are measured once.
 
-    key: what the operation sees of a model. The name lists all models of one key; the model is the first of them.
+    key: what the operation sees of a model. The name lists all models of one key, the model is their first.
     """
     groups: dict[Any, list[ModelShapes]] = {}
     for model in MODELS:

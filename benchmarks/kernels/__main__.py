@@ -1,7 +1,7 @@
-"""`python -m benchmarks.kernels [--json] [--quick] [--save FOLDER] [operation ...]` times the operations here.
+"""`python -m benchmarks.kernels [--json] [--quick] [operation ...]` times all operations, or those named.
 
-The last line is one JSON object; with --json it is the only line. An operation that fails costs its own rows only, and
-the exit status is then 1.
+The last line is one JSON object; with --json it is the only line. An operation that fails costs its own rows
+only, and the exit status is then 1.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
     parser.add_argument("--quick", action="store_true", help="16,384 tokens only, without torch.compile")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out: half the time")
-    parser.add_argument("--save", metavar="FOLDER", help="keep the JSON object there, e.g. benchmarks/results")
+    parser.add_argument("--save", metavar="FOLDER", help="keep the object there, as in benchmarks/results")
     parser.add_argument("--commit", help="what is running, where git cannot say it")
     arguments = parser.parse_args()
     unknown = sorted(set(arguments.operations) - set(known))

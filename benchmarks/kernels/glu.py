@@ -11,7 +11,7 @@ from fastlm.kernels.glu import glu_bwd, glu_fwd, glu_packed_reference, glu_refer
 
 
 def run() -> list[Timing]:
-    """Forward and backward, separate and packed operands; bf16. "bwd rebuild" forms the product again in backward."""
+    """Forward and backward, separate and packed operands; bf16. "rebuild": the product is formed again."""
     timings = []
     for name, model, tokens in distinct(lambda model: (model.intermediate, model.activation)):
         timings += _packed(name, model, tokens)

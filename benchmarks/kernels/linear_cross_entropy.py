@@ -1,8 +1,8 @@
 """Output head and loss, forward and backward: 8,192 rows of width 4,096 over a vocabulary of 151,936.
 
-Beside each time stand the bare products that the work cannot do without (two for a frozen head, three for a trainable
-one), the stock head (full logits, fp32 cross-entropy), Liger's, and the GiB that each allocates at its peak. Then the
-frozen heads of all models at every number of tokens.
+Beside each time stand the bare products that the work cannot do without (two for a frozen head, three for a
+trainable one), the stock head (full logits, fp32 cross-entropy), Liger's, and the GiB that each allocates at
+its peak. Then the frozen heads of all models at every number of tokens.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ PRODUCT_ROWS = 8192  # the bare products of more rows are timed in pieces of thi
 
 @dataclass(frozen=True)
 class HeadTiming(Timing):
-    """Milliseconds of the bare products, and ours as a multiple of them; GiB at the peak beyond the inputs."""
+    """Milliseconds of the bare products, and ours as a multiple of them; GiB at the peak, inputs apart."""
 
     products_ms: float
     times_products: float
@@ -110,23 +110,24 @@ def run(rows: int = ROWS, width: int = WIDTH, vocabulary: int = VOCABULARY) -> l
         floor = head.products_ms()
         for name, function in (("row weights", head.early), ("per row", head.late)):
             case = f"{'trainable' if trainable else 'frozen'}, {name}"
-            timings.append(_one("head", case, head, function, floor, rivals=True))
+            timings.append(_one(case, head, function, floor, rivals=True))
         del head
     for model, tokens in cases():
         head = _Head.random(tokens, model.hidden, model.vocabulary, model.softcap)
         compared = tokens <= LONGEST_COMPARED
-        timings.append(_one("head", model.name, head, head.early, head.products_ms(), rivals=compared, least=2))
+        floor = head.products_ms()
+        timings.append(_one(model.name, head, head.early, floor, rivals=compared, least=2))
         del head
     return timings
 
 
 def _one(
-    operation: str, case: str, head: _Head, function: Callable[[], Any], floor: float, *, rivals: bool, least: int = 3
-) -> HeadTiming:
+    case: str, head: _Head, function: Callable[[], Any], floor: float, *, rivals: bool, least: int = 3
+) -> HeadTiming:  # fmt: skip
     products = 3 if head.weight.requires_grad else 2
     counted = products * head.weight.nbytes + 4 * head.hidden.nbytes
     base = measure(
-        operation, case, head.hidden.shape[0], counted, function, head.stock if rivals else None,
+        "linear_cross_entropy", case, head.hidden.shape[0], counted, function, head.stock if rivals else None,
         liger=head.liger if rivals else None, module=module, least=least,
     )  # fmt: skip
     return HeadTiming(

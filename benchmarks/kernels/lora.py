@@ -1,8 +1,8 @@
-"""Q, K, V and the gated MLP of a Llama-3-8B layer with LoRA (rank 16), 16,384 tokens, base in bf16, adapters in fp32.
+"""Q, K, V and the gated MLP of a Llama-3-8B layer with LoRA: rank 16, 16,384 tokens, bf16 base, fp32 factors.
 
-Beside each time stand the bare products of the frozen weights (forward; forward and input gradient), which nothing can
-do without, and in the torch column PEFT's way: autograd over the plain expression under autocast. Peak memory is what
-forward and backward allocate together.
+Beside each time stand the bare products of the frozen weights (forward; forward and input gradient), which
+nothing can do without, and in the torch column PEFT's way: autograd over the plain expression under autocast.
+Peak memory is what forward and backward allocate together.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,8 @@ class LoraTiming(Timing):
 
     def __str__(self) -> str:
         products = f"products {self.products_ms:.2f} ms ({self.share_of_products:.0%} of ours)"
-        return f"{super().__str__()}  {products}, peak {self.peak_gib:.2f} GiB, torch {self.torch_peak_gib:.2f}"
+        peaks = f"peak {self.peak_gib:.2f} GiB, torch {self.torch_peak_gib:.2f}"
+        return f"{super().__str__()}  {products}, {peaks}"
 
 
 def run(model: ModelShapes = MODELS[0], tokens: int = TOKENS) -> list[Timing]:
@@ -39,16 +40,14 @@ def run(model: ModelShapes = MODELS[0], tokens: int = TOKENS) -> list[Timing]:
     x = torch.randn(1, tokens, model.hidden, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
     wide, narrow = model.query_heads * model.head_dim, model.key_heads * model.head_dim
     qkv = [_projection(width, model.hidden) for width in (wide, narrow, narrow)]
-    mlp = [
-        _projection(model.intermediate, model.hidden),
-        _projection(model.intermediate, model.hidden),
-        _projection(model.hidden, model.intermediate),
-    ]
+    gate, up = (_projection(model.intermediate, model.hidden) for _ in range(2))
+    down = _projection(model.hidden, model.intermediate)
     return [
         *_one("lora qkv", model, x, qkv, lambda: lora_linear(x, qkv), lambda: lora_linear_reference(x, qkv)),
         *_one(
-            "lora mlp", model, x, mlp,
-            lambda: (lora_mlp(x, *mlp, model.activation),), lambda: (lora_mlp_reference(x, *mlp, model.activation),),
+            "lora mlp", model, x, [gate, up, down],
+            lambda: (lora_mlp(x, gate, up, down, model.activation),),
+            lambda: (lora_mlp_reference(x, gate, up, down, model.activation),),
         ),
     ]  # fmt: skip
 
@@ -65,8 +64,8 @@ def _one(
     fused: Callable[[], tuple[Tensor, ...]], stock: Callable[[], tuple[Tensor, ...]],
 ) -> list[Timing]:  # fmt: skip
     gradients = [torch.randn_like(output) for output in _forward(stock)]
-    adapters = [part for projection in projections for part in (projection.a, projection.b) if part is not None]
-    weights = [projection.weight for projection in projections if isinstance(projection.weight, Tensor)]
+    adapters = [part for p in projections for part in (p.a, p.b) if part is not None]
+    weights = [p.weight for p in projections if isinstance(p.weight, Tensor)]
     inputs, above = (
         [torch.randn(*x.shape[:-1], weight.shape[side], dtype=x.dtype, device=DEVICE) for weight in weights]
         for side in (1, 0)
@@ -85,19 +84,22 @@ def _one(
             gradient @ weight
 
     tokens = x.shape[1]
-    moved = sum(weight.nbytes for weight in weights) + x.nbytes + sum(gradient.nbytes for gradient in gradients)
-    measured = []
+    moved = sum(tensor.nbytes for tensor in (x, *weights, *gradients))
+    measured: list[tuple[Timing, float]] = []
     for direction, counted, ours, theirs, bare in (
         ("fwd", moved, lambda: _forward(fused), lambda: _forward(stock), products),
         ("fwd+bwd", 2 * moved, lambda: both(fused), lambda: both(stock), products_both),
     ):
         base = measure(f"{operation} {direction}", model.name, tokens, counted, ours, theirs)
         measured.append((base, median_ms(bare)))
-    peaks = {"peak_gib": peak_gib(lambda: both(fused)), "torch_peak_gib": peak_gib(lambda: both(stock))}
+    ours_gib, torch_gib = peak_gib(lambda: both(fused)), peak_gib(lambda: both(stock))
     return [
-        LoraTiming(**asdict(base), products_ms=floor, share_of_products=floor / base.ms, **peaks)
+        LoraTiming(
+            **asdict(base), products_ms=floor, share_of_products=floor / base.ms, peak_gib=ours_gib,
+            torch_peak_gib=torch_gib,
+        )
         for base, floor in measured
-    ]
+    ]  # fmt: skip
 
 
 def _forward(function: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

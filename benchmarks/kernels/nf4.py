@@ -1,4 +1,4 @@
-"""Doubly quantised NF4 weights of one Llama-3-8B layer made dense in bf16, against bitsandbytes' dequantize_4bit."""
+"""Doubly quantised NF4 weights of a Llama-3-8B layer made dense in bf16, against bitsandbytes' function."""
 
 from dataclasses import asdict, dataclass
 
@@ -23,7 +23,7 @@ class NF4Timing(Timing):
 
 
 def run(shapes: tuple[tuple[int, int], ...] = SHAPES) -> list[Timing]:
-    """Half a byte a value, its block's scale (a byte for 64, four for 16,384), the tables, and two bytes out."""
+    """Bytes: half a one a value, scales (1 for 64 values, 4 for 16,384), the tables, and 2 a value out."""
     return [_one(*shape) for shape in shapes]
 
 
@@ -33,7 +33,8 @@ def _one(rows: int, columns: int) -> Timing:
     weight = torch.randn(rows, columns, dtype=torch.bfloat16, device=DEVICE) * 0.02
     packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
     second = state.state2
-    read = sum(part.nbytes for part in (packed, state.absmax, state.code, second.absmax, second.code, state.offset))
+    parts = packed, state.absmax, state.code, second.absmax, second.code, state.offset
+    read = sum(part.nbytes for part in parts)
     case, tokens = f"{rows}x{columns}", SETTINGS.compared_at  # no tokens in it: compared in every run
     base = measure(
         "nf4 dequantize", case, tokens, read + weight.nbytes,

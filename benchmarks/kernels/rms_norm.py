@@ -3,7 +3,7 @@
 import torch
 
 import fastlm.kernels.rms_norm as module
-from benchmarks.kernels import distinct
+from benchmarks.kernels import cases, distinct
 from benchmarks.peers import liger_rms_norm
 from benchmarks.timing import DEVICE, Rival, Timing, measure, report, require_gpu, torch_compile
 from fastlm.kernels.rms_norm import RMSNormOptions, rms_norm_bwd, rms_norm_fwd, rms_norm_reference
@@ -14,10 +14,10 @@ def run() -> list[Timing]:
     timings = []
     for name, model, tokens in distinct(lambda model: (model.hidden, model.norm_offset)):
         timings += _one("rms_norm", name, tokens, (1, tokens, model.hidden), model.norm_offset)
-    for name, model, tokens in distinct(lambda model: (model.query_heads, model.head_dim, model.query_key_norm)):
+    for model, tokens in cases():
         if model.query_key_norm:
             shape = (1, tokens, model.query_heads, model.head_dim)
-            timings += _one("head norm", name, tokens, shape, model.norm_offset)
+            timings += _one("head norm", model.name, tokens, shape, model.norm_offset)
     return timings
 
 
@@ -30,9 +30,7 @@ def _one(operation: str, case: str, tokens: int, shape: tuple[int, ...], offset:
     leaf, trained_weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
 
     def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return rms_norm_reference(
-            x, weight, offset=options.offset, cast_before_scale=options.cast_before_scale
-        )
+        return rms_norm_reference(x, weight, offset=options.offset, cast_before_scale=options.cast_before_scale)
 
     def liger(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return liger_rms_norm(x, weight, options.offset, options.cast_before_scale)

@@ -1,9 +1,9 @@
 """rope of queries and keys, as views of one packed projection, in one launch, against the torch expression.
 
-Beside it stand two launches of the same kernel, one for the queries and one for the keys: alone, and after the copy of
-each to [B, heads, T, D] of its own, which a kernel needs that knows only that layout and rotates in place (forward: the
-projection's output is shared; backward: the incoming gradient is not its to overwrite). Liger rotates its inputs in
-place and gets contiguous ones, its best case.
+Beside it stand two launches of the same kernel, one for the queries and one for the keys: alone, and each
+after a copy to a [B, heads, T, D] of its own, which a kernel needs that knows only that layout and rotates in
+place (forward: the projection's output is shared; backward: the incoming gradient is not its to overwrite).
+Liger rotates its inputs in place and gets contiguous ones, its best case.
 """
 
 from collections.abc import Callable

@@ -1,0 +1,85 @@
+"""`python -m benchmarks.results FILE ...` prints records of this folder as markdown.
+
+Ratios are the other's time over ours: above 1, ours is faster.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["markdown"]
+
+RATIOS = {
+    "torch_ms": "torch",
+    "compile_ms": "torch.compile",
+    "liger_ms": "Liger",
+    "int64_ms": "int64 offsets",
+}
+SHOWN = {"operation", "case", "tokens", "ms", "bytes", "gb_per_s", "share_of_copy", *RATIOS}
+
+
+def markdown(kept: dict[str, Any]) -> str:
+    """One record as a heading, a line of facts and a table."""
+    versions = ", ".join(f"{name} {value}" for name, value in kept["versions"].items() if value is not None)
+    floor = ", ".join(f"{name} {_number(value)}" for name, value in kept["floor"].items())
+    facts = [
+        f"## {kept['script']}, {kept['device']['name']}, {kept['date']}",
+        f"`{kept['command']}`",
+        f"Commit {kept['commit']}; {versions}." + (f" Measured floor: {floor}." if floor else ""),
+        f"Work: {kept['work']}. Notes: {kept['notes']}.",
+    ]
+    rows = kept["results"]
+    tables = [_kernels(rows)] if rows and "operation" in rows[0] else [_step(row) for row in rows]
+    return "\n\n".join([*facts, *tables])
+
+
+def _kernels(rows: list[dict[str, Any]]) -> str:
+    header = ["operation", "case", "tokens", "ms", "MB", "GB/s", "of copy", *RATIOS.values(), "also"]
+    lines = []
+    for row in rows:
+        rest = {name: value for name, value in row.items() if name not in SHOWN and value is not None}
+        ratios = [f"{row[name] / row['ms']:.2f}" if row.get(name) is not None else "" for name in RATIOS]
+        lines.append(
+            [row["operation"], row["case"], f"{row['tokens']:,}" if row["tokens"] else "", f"{row['ms']:.4f}",
+             f"{row['bytes'] / 1e6:,.1f}", f"{row['gb_per_s']:,.0f}", f"{row['share_of_copy']:.1%}", *ratios,
+             _number(rest)]
+        )  # fmt: skip
+    return _table(header, lines)
+
+
+def _step(row: dict[str, Any]) -> str:
+    facts = [[name, _number(value)] for name, value in row.items() if name != "kernels"]
+    kernels = [
+        [f"`{kernel['name']}`", f"{kernel['ms']:.3f}", f"{kernel['share']:.1%}", f"{kernel['calls']:.1f}"]
+        for kernel in row["kernels"]
+    ]
+    return (
+        _table(["", ""], facts) + "\n\n" + _table(["kernel", "ms a step", "share", "calls a step"], kernels)
+    )
+
+
+def _table(header: list[str], lines: list[list[str]]) -> str:
+    cells = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_number(part)}" for name, part in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_number, value))
+    return "" if value is None else str(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.results", description="Print records as markdown.")
+    parser.add_argument("files", nargs="+", metavar="FILE", type=Path)
+    for file in parser.parse_args().files:
+        print(markdown(json.loads(file.read_text(encoding="utf-8"))) + "\n")
+
+
+if __name__ == "__main__":
+    main()
