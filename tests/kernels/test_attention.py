@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastlm.kernels import attention as module
-from fastlm.kernels.attention import BACKENDS, attention, backend_refusal, choose_backend
+from fastlm.kernels import attention_backends
+from fastlm.kernels.attention import BACKENDS, attention, backend_refusal, choose_backend, oversized
 from tests.tiny import relative_error
 
 CPU_BACKENDS = ("sdpa", "eager")
@@ -119,19 +120,24 @@ def test_grouped_heads(backend: str, key_heads: int) -> None:
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_blocks_of_queries(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long samples go in blocks, so that no mask is larger than a block times block plus window."""
-    monkeypatch.setattr(module, "_QUERY_BLOCK", 4)
+    monkeypatch.setattr(attention_backends, "_QUERY_BLOCK", 4)
     masks = []
-    visible = module._visible
-    monkeypatch.setattr(module, "_visible", lambda *args: masks.append(visible(*args)) or masks[-1])
+    visible = attention_backends._visible
+    monkeypatch.setattr(
+        attention_backends, "_visible", lambda *args: masks.append(visible(*args)) or masks[-1]
+    )
     three_way(leaves(), LENGTHS, backend, window=3)
     assert masks and max(mask.numel() for mask in masks) <= 4 * (4 + 3 - 1)
     three_way(leaves(), LENGTHS, backend)
 
 
-def seen(tokens: int, lengths: tuple[int, ...], backend: str, window: int | None) -> list[list[int]]:
+def seen(
+    tokens: int, lengths: tuple[int, ...], backend: str, window: int | None, **kind: Any
+) -> list[list[int]]:
     """For each token, the tokens whose value reaches its output."""
-    q, k, v = leaves(lengths, heads=1, key_heads=1)
-    output = attention(q, k, v, boundaries(lengths), max(lengths), window=window, backend=backend)
+    q, k, v = leaves(lengths, heads=1, key_heads=1, **kind)
+    cu = boundaries(lengths, q.device.type)
+    output = attention(q, k, v, cu, max(lengths), window=window, backend=backend)
     rows = [
         torch.autograd.grad(output[i].sum(), v, retain_graph=True)[0].abs().sum((1, 2)) for i in range(tokens)
     ]
@@ -141,13 +147,17 @@ def seen(tokens: int, lengths: tuple[int, ...], backend: str, window: int | None
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_a_window_lost(backend: str) -> None:
     """Window 4: token i sees i-3..i, cut at its sample's start; 0 and None are ordinary causal."""
-    assert seen(10, (10,), backend, 4) == [list(range(max(0, i - 3), i + 1)) for i in range(10)]
-    packed = seen(10, (5, 5), backend, 4)
+    assert_window(backend)
+
+
+def assert_window(backend: str, **kind: Any) -> None:
+    assert seen(10, (10,), backend, 4, **kind) == [list(range(max(0, i - 3), i + 1)) for i in range(10)]
+    packed = seen(10, (5, 5), backend, 4, **kind)
     assert packed == [list(range(max(5 * (i // 5), i - 3), i + 1)) for i in range(10)]
     assert packed[9] == [6, 7, 8, 9]
     for none in (0, None, 10, 99):
-        assert seen(10, (10,), backend, none) == [list(range(i + 1)) for i in range(10)]
-    assert seen(10, (5, 5), backend, 0)[9] == [5, 6, 7, 8, 9]
+        assert seen(10, (10,), backend, none, **kind) == [list(range(i + 1)) for i in range(10)]
+    assert seen(10, (5, 5), backend, 0, **kind)[9] == [5, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -277,48 +287,64 @@ def choice(
     return choose_backend(device, capability, dtype, head_dim, **options)
 
 
-@pytest.fixture
-def _flash4_installed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(module, "_flash4_function", lambda: print)
+@pytest.fixture(autouse=True)
+def packages(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Which packages are installed: triton alone, unless a test adds others to the set."""
+    installed = {"triton"}
+    monkeypatch.setattr(module, "package_function", lambda name: print if name in installed else None)
     choose_backend.cache_clear()
-    yield
+    yield installed
     choose_backend.cache_clear()
 
 
-def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_flash4_function", lambda: None)
-    choose_backend.cache_clear()
+def test_choice() -> None:
     assert choice() == choice((8, 0)) == choice(window=4) == choice(long_samples=True) == "varlen"
     assert choice(dtype=torch.float16) == choice(head_dim=256) == choice((12, 0)) == "varlen"
-    assert choice((7, 5)) == choice(None) == choice(dtype=torch.float32) == "sdpa"
-    assert choice(head_dim=512) == choice(head_dim=68) == "sdpa"
-    assert choice(softcap=50.0) == choice(sinks=True) == choice(None, softcap=50.0) == "eager"
+    assert choice(softcap=50.0) == choice(sinks=True) == choice((8, 0), softcap=50.0, window=4) == "triton"
+    assert choice(head_dim=68) == choice(dtype=torch.float32, softcap=50.0) == "triton"
+    assert choice((7, 5), torch.float16) == choice((7, 5), torch.float32, window=4) == "efficient"
+    assert choice(dtype=torch.float32) == "efficient"
+    assert choice((7, 5)) == choice(None) == choice(head_dim=512) == choice(dtype=torch.float64) == "sdpa"
+    assert choice((7, 5), torch.float16, softcap=50.0) == choice(None, softcap=50.0) == "eager"
     assert choice(backend="sdpa") == "sdpa" and choice(backend="eager") == "eager"
     choice(backend="eager")
-    assert choose_backend.cache_info().hits == 1
-    choose_backend.cache_clear()
+    assert choose_backend.cache_info().hits > 0
 
 
-@pytest.mark.usefixtures("_flash4_installed")
-def test_choice_with_flash4() -> None:
+def test_choice_with_packages(packages: set[str]) -> None:
+    packages |= {"flash4", "flash3", "flash2", "xformers"}
     assert choice(long_samples=True) == choice((10, 0), long_samples=True, window=4096) == "flash4"
     assert choice() == choice((8, 0), long_samples=True) == choice((12, 0), long_samples=True) == "varlen"
-    assert choice(backend="flash4") == "flash4"
-    assert choice(long_samples=True, softcap=30.0) == "eager"
+    assert choice(long_samples=True, softcap=30.0) == "triton"
+    for name in packages:
+        assert choice(backend=name) == name
+    packages.remove("triton")  # on Windows
+    choose_backend.cache_clear()
+    assert choice(softcap=30.0) == "flash3" and choice((8, 0), softcap=30.0) == "flash2"
+    assert choice(sinks=True) == "eager" and choice((7, 5), torch.float16) == "efficient"
 
 
 @pytest.mark.parametrize(
     ("backend", "case", "reason"),
     [
-        ("varlen", dict(softcap=30.0), "'varlen' takes no softcap; use one of eager"),
-        ("sdpa", dict(sinks=True), "'sdpa' takes no attention sinks; use one of eager"),
+        ("varlen", dict(softcap=30.0), "'varlen' takes no softcap; use one of triton, eager"),
+        ("sdpa", dict(sinks=True), "'sdpa' takes no attention sinks; use one of triton, eager"),
         ("flash4", dict(softcap=30.0), "takes no softcap"),
+        ("flash2", dict(sinks=True), "takes no attention sinks"),
+        ("efficient", dict(softcap=30.0), "takes no softcap"),
         ("varlen", dict(capability=None), "needs a CUDA GPU, the tensors are on cpu; use one of sdpa, eager"),
         ("varlen", dict(capability=(7, 5)), "needs compute capability 8.0, this GPU has 7.5"),
-        ("varlen", dict(dtype=torch.float32), "needs bf16 or fp16, not torch.float32"),
-        ("varlen", dict(head_dim=512), "at most 256, not 512"),
-        ("flash4", dict(capability=(8, 0)), "needs Hopper or data-centre Blackwell"),
-        ("flash3", {}, "unknown attention backend 'flash3'; there are flash4, varlen, sdpa, eager"),
+        ("triton", dict(capability=(7, 5), dtype=torch.float16), "needs compute capability 8.0"),
+        ("efficient", dict(capability=(7, 5)), "needs compute capability 8.0, this GPU has 7.5"),  # for bf16
+        ("varlen", dict(dtype=torch.float32), "needs torch.bfloat16 or torch.float16, not torch.float32"),
+        ("varlen", dict(head_dim=512), "multiple of 8 and at most 256, not 512"),
+        ("triton", dict(head_dim=257), "at most 256, not 257"),
+        ("flash4", dict(capability=(8, 0)), "needs compute capability 9 or 10, this GPU has 8.0"),
+        ("flash3", dict(capability=(10, 0)), "needs compute capability 9, this GPU has 10.0"),
+        ("flash4", {}, r"is not installed \(pip install flash-attn-4\)"),
+        ("xformers", {}, r"is not installed \(pip install xformers\)"),
+        ("varlen", dict(too_large=("varlen",)), "would index past 2\\^31 - 1 with so many samples"),
+        ("flash5", {}, "unknown attention backend 'flash5'; there are flash4, varlen, triton, efficient, "),
     ],
 )
 def test_a_forced_backend_that_cannot_raises(backend: str, case: dict[str, Any], reason: str) -> None:
@@ -326,11 +352,27 @@ def test_a_forced_backend_that_cannot_raises(backend: str, case: dict[str, Any],
         choice(backend=backend, **case)
 
 
-def test_flash4_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_flash4_function", lambda: None)
-    reason = backend_refusal("flash4", "cuda", (9, 0), torch.bfloat16, 128)
-    assert reason == "is not installed (pip install flash-attn-4)"
-    assert all(backend_refusal(name, "cuda", (9, 0), torch.bfloat16, 128) is None for name in BACKENDS[1:])
+def test_a_package_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    function = attention_backends.package_function
+    function.cache_clear()
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))  # flash-attn-4 alone makes this
+    monkeypatch.setitem(sys.modules, "xformers.ops", None)
+    assert function("flash2") is None and function("xformers") is None
+    function.cache_clear()
+
+
+def test_many_short_samples_go_to_another_backend() -> None:
+    """The flash backward pads dQ by 128 rows a sample and indexes (T + 128 S) Hq D elements with 32 bits."""
+    flash = ("flash4", "varlen", "flash3", "flash2")
+    assert oversized(16_384, 68, 1024, 32, 128) == ()  # 0.1e9 elements
+    assert oversized(16_384, 16_384, 1, 32, 128) == flash  # (16,384 + 128 * 16,384) * 4,096 = 8.7e9
+    assert oversized(4096, 4063, 34, 32, 128) == ()  # 524,160 rows, one sample short of 2^19
+    assert oversized(4096, 4064, 33, 32, 128) == flash  # 2^19 rows of 4,096: 2^31 exactly
+    assert oversized(4096, 4064, 33, 32, 96) == () and oversized(4096, 5500, 33, 32, 80) == flash  # 80 is 96
+    assert oversized(20_000, 10_000, 10_000, 32, 64) == (*flash, "efficient")  # 3.2e9 statistics
+    assert oversized(600_000, 600, 1000, 32, 128) == (*flash, "efficient")  # T Hq D itself
+    assert choice(too_large=oversized(16_384, 16_384, 1, 32, 128)) == "triton"
+    assert choice(too_large=flash, long_samples=True) == "triton"
 
 
 def test_attention_raises_for_a_forced_backend_and_for_shapes() -> None:
@@ -371,36 +413,122 @@ def test_how_varlen_is_called(version: str, window: int | None, monkeypatch: pyt
     fake.varlen_attn = answer if version == "2.11" else newer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", fake)
     monkeypatch.setattr(module, "choose_backend", lambda *args, **options: "varlen")
-    module._varlen_function.cache_clear()
+    attention_backends._varlen_function.cache_clear()
     inputs = leaves()
     inputs[1] = torch.randn(32, 8, 2).transpose(1, 2)  # head vectors that are not contiguous
     output = attention(*inputs, boundaries(LENGTHS), 12, window=window, scale=0.7)
-    module._varlen_function.cache_clear()
+    attention_backends._varlen_function.cache_clear()
     assert torch.equal(output, dense(*inputs, LENGTHS, window=window, scale=0.7))
 
 
 @pytest.mark.parametrize("returns_lse", [True, False])
 @pytest.mark.parametrize("window", [None, 4])
-def test_how_flash4_is_called(window: int | None, returns_lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["flash4", "flash3", "flash2"])
+def test_how_the_flash_packages_are_called(
+    name: str, window: int | None, returns_lse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    softcap, unlimited = (None, None) if name == "flash4" else (2.0, -1)
+
     def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         cu_q, cu_k = options.pop("cu_seqlens_q"), options.pop("cu_seqlens_k")
         assert torch.equal(cu_q, boundaries(LENGTHS)) and cu_k is cu_q
-        expected = (None, None) if window is None else (3, 0)
+        assert options.pop("softcap", None) == softcap
+        expected = (unlimited, unlimited) if window is None else (3, 0)
         assert options == dict(max_seqlen_q=12, max_seqlen_k=12, causal=True, softmax_scale=8**-0.5,
                                window_size=expected, deterministic=False)  # fmt: skip
-        out = dense(q, k, v, LENGTHS, window=window)
+        out = dense(q, k, v, LENGTHS, window=window, softcap=softcap)
         return (out, None) if returns_lse else out
 
-    monkeypatch.setattr(module, "_flash4_function", lambda: flash_attn_varlen_func)
-    monkeypatch.setattr(module, "choose_backend", lambda *args, **options: "flash4")
+    monkeypatch.setattr(attention_backends, "package_function", lambda _: flash_attn_varlen_func)
+    monkeypatch.setattr(module, "choose_backend", lambda *args, **options: name)
     inputs = leaves()
-    output = attention(*inputs, boundaries(LENGTHS), 12, window=window)
+    output = attention(*inputs, boundaries(LENGTHS), 12, window=window, softcap=softcap)
+    assert torch.equal(output, dense(*inputs, LENGTHS, window=window, softcap=softcap))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_how_efficient_is_called(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the names in the installed torch's schemas; key heads repeated, their gradients summed."""
+    calls, aten = [], torch.ops.aten
+    schemas = [
+        getattr(aten, f"_efficient_attention_{way}").default._schema for way in ("forward", "backward")
+    ]
+
+    def record(index: int, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        names = [argument.name for argument in schemas[index].arguments]
+        assert set(options) <= {a.name for a in schemas[index].arguments if a.kwarg_only}
+        calls.append({**dict(zip(names, args, strict=False)), **options})
+        return calls[-1]
+
+    def forward(*args: Any, **options: Any) -> Any:
+        call = record(0, args, options)
+        q, k, v = (call[name][0] for name in ("query", "key", "value"))
+        out = dense(q, k, v, LENGTHS, window=window, scale=call["scale"])[None]
+        return out, torch.ones(1), torch.ones(2), torch.ones(3), 12, 12
+
+    def backward(*args: Any, **options: Any) -> Any:
+        call = record(1, args, options)
+        with torch.enable_grad():
+            inputs = [call[name].detach().requires_grad_() for name in ("query", "key", "value")]
+            out = dense(*(x[0] for x in inputs), LENGTHS, window=window, scale=call["scale"])
+            return (*torch.autograd.grad(out, inputs, call["grad_out_"][0]), None)
+
+    monkeypatch.setattr(aten, "_efficient_attention_forward", forward)
+    monkeypatch.setattr(aten, "_efficient_attention_backward", backward)
+    monkeypatch.setattr(module, "choose_backend", lambda *args, **options: "efficient")
+    inputs, above = leaves(), torch.randn(32, 4, 8)
+    output = attention(*inputs, boundaries(LENGTHS), 99, window=window, scale=0.7)
+    truth = dense(*inputs, LENGTHS, window=window, scale=0.7)
+    for a, b in zip(with_gradients(output, inputs, above), with_gradients(truth, inputs, above), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    for call in calls:
+        assert call["bias"] is None and call["dropout_p"] == 0.0 and call["custom_mask_type"] == 1
+        assert call["cu_seqlens_q"] is call["cu_seqlens_k"] and call["window_size"] == window
+        assert call["max_seqlen_q"] == call["max_seqlen_k"] == 32  # never more than the tokens
+        assert call["key"].shape == call["value"].shape == (1, 32, 4, 8)
+    assert calls[0]["compute_log_sumexp"] is True and calls[1]["bias_requires_grad"] is False
+    saved = [calls[1][name].numel() for name in ("logsumexp", "philox_seed", "philox_offset")]
+    assert saved == [1, 2, 3] and calls[1]["out"].shape == (1, 32, 4, 8)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_how_xformers_is_called(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class BlockDiagonalCausalMask:
+        window: int | None = None
+
+        @classmethod
+        def from_seqlens(cls, lengths: list[int], *, device: torch.device) -> "BlockDiagonalCausalMask":
+            assert lengths == [length for length in LENGTHS if length] and device.type == "cpu"
+            return cls()
+
+        def make_local_attention(self, window: int) -> "BlockDiagonalCausalMask":
+            self.window = window
+            return self
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *, attn_bias: Any, scale: float) -> Tensor:
+        assert q.shape == k.shape == (1, 32, 4, 8)
+        return dense(q[0], k[0], v[0], LENGTHS, window=attn_bias.window, scale=scale)[None]
+
+    fake: Any = ModuleType("attn_bias")
+    fake.BlockDiagonalCausalMask = BlockDiagonalCausalMask
+    for name in ("xformers", "xformers.ops", "xformers.ops.fmha", "xformers.ops.fmha.attn_bias"):
+        monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.setattr(attention_backends, "package_function", lambda _: function)
+    monkeypatch.setattr(module, "choose_backend", lambda *args, **options: "xformers")
+    inputs = leaves()
+    output = attention(*inputs, boundaries((*LENGTHS, 0)), 12, window=window)
     assert torch.equal(output, dense(*inputs, LENGTHS, window=window))
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="not deterministic"):
+            attention(*inputs, boundaries(LENGTHS), 12)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_the_installed_torch_takes_our_keywords() -> None:
-    module._varlen_function.cache_clear()
-    _, keywords = module._varlen_function()
+    attention_backends._varlen_function.cache_clear()
+    _, keywords = attention_backends._varlen_function()
     assert {"scale", "window_size"} <= keywords
 
 
@@ -417,38 +545,78 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.use_deterministic_algorithms(False)
 
 
-def gpu_backends() -> list[str]:
-    return [
-        name
-        for name in BACKENDS
-        if backend_refusal(name, "cuda", torch.cuda.get_device_capability(), torch.bfloat16, 128) is None
-    ]
+@pytest.fixture
+def gpu_backends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """All that serve bf16 heads of 128 here, with the packages that are really installed."""
+    monkeypatch.setattr(module, "package_function", attention_backends.package_function)
+    gpu = torch.cuda.get_device_capability()
+    return [name for name in BACKENDS if backend_refusal(name, "cuda", gpu, torch.bfloat16, 128) is None]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("window", [None, 50, 64])  # 64: what blocks are multiples of
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("key_heads", [2, 8])
-def test_gpu_three_way(head_dim: int, key_heads: int, window: int | None) -> None:
-    for backend in gpu_backends():
+def test_gpu_three_way(head_dim: int, key_heads: int, window: int | None, gpu_backends: list[str]) -> None:
+    for backend in gpu_backends:
         inputs = leaves(GPU_LENGTHS, 8, key_heads, head_dim, torch.bfloat16, "cuda")
         three_way(inputs, GPU_LENGTHS, backend, window=window)
     inputs = leaves(GPU_LENGTHS, 8, key_heads, head_dim, torch.float16, "cuda")
     three_way(inputs, GPU_LENGTHS, None, window=window, scale=0.11)
+    three_way(inputs, GPU_LENGTHS, "efficient", window=window, scale=0.11)  # as on Turing
+
+
+@pytest.mark.gpu
+def test_gpu_a_window_lost(gpu_backends: list[str]) -> None:
+    for backend in gpu_backends:
+        assert_window(backend, head_dim=64, dtype=torch.bfloat16, device="cuda")
+    for backend in ("efficient", "triton"):
+        assert_window(backend, head_dim=64, device="cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 50])
-def test_gpu_fp32_and_large_heads_go_sample_by_sample(window: int | None) -> None:
+def test_gpu_fp32_and_large_heads(window: int | None) -> None:
     three_way(leaves(GPU_LENGTHS, 4, 2, 64, torch.float32, "cuda"), GPU_LENGTHS, None, window=window)
     three_way(leaves(GPU_LENGTHS, 4, 2, 512, torch.bfloat16, "cuda"), GPU_LENGTHS, None, window=window)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_gpu_softcap_and_sinks(dtype: torch.dtype, window: int | None) -> None:
+    """The choice, triton, agrees with eager."""
+    inputs = [*leaves(GPU_LENGTHS, 8, 2, 128, dtype, "cuda"), torch.randn(8, device="cuda").to(dtype)]
+    inputs[3].requires_grad_()
+    above, cu = torch.randn(inputs[0].shape, device="cuda"), boundaries(GPU_LENGTHS, "cuda")
+    results = []
+    for backend in (None, "eager"):
+        output = attention(
+            *inputs[:3], cu, 257, window=window, softcap=20.0, sinks=inputs[3], backend=backend
+        )
+        results.append(with_gradients(output, inputs, above))
+    for a, b in zip(*results, strict=True):
+        assert relative_error(a, b) < (1e-5 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.gpu
+def test_gpu_many_one_token_samples() -> None:
+    """Where varlen's backward would fault: outputs are the values, dV is dO summed over the group."""
+    lengths = (1,) * 16_384
+    inputs = leaves(lengths, 32, 8, 128, torch.bfloat16, "cuda")
+    above = torch.randn(inputs[0].shape, device="cuda")
+    output = attention(*inputs, boundaries(lengths, "cuda"), 1)
+    out, dq, dk, dv = with_gradients(output, inputs, above)
+    assert torch.equal(out, inputs[2].repeat_interleave(4, 1)) and float(dk.abs().max()) < 1e-2
+    expected = above.bfloat16().float().unflatten(1, (8, 4)).sum(2)
+    assert relative_error(dv, expected) < 3e-3 and float(dq.abs().max()) < 1e-2
+
+
+@pytest.mark.gpu
 @pytest.mark.usefixtures("_deterministic")
 @pytest.mark.parametrize("window", [None, 50])
-def test_gpu_no_leak_and_the_same_bits_twice(window: int | None) -> None:
-    for backend in gpu_backends():
+def test_gpu_no_leak_and_the_same_bits_twice(window: int | None, gpu_backends: list[str]) -> None:
+    for backend in set(gpu_backends) - {"xformers"}:  # which is not deterministic
         inputs = leaves(GPU_LENGTHS, 8, 2, 128, torch.bfloat16, "cuda")
         cu, others = boundaries(GPU_LENGTHS, "cuda"), torch.ones(sum(GPU_LENGTHS), dtype=torch.bool)
         others[131:388] = False
@@ -467,7 +635,8 @@ def test_gpu_no_leak_and_the_same_bits_twice(window: int | None) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_views_and_no_sync() -> None:
+@pytest.mark.parametrize("options", [{}, dict(backend="triton"), dict(backend="efficient")], ids=str)
+def test_gpu_views_and_no_sync(options: dict[str, Any]) -> None:
     tokens = sum(GPU_LENGTHS)
     packed = torch.randn(1, tokens, 12 * 128, device="cuda", dtype=torch.bfloat16).requires_grad_()
     cu = boundaries(GPU_LENGTHS, "cuda")
@@ -476,7 +645,8 @@ def test_gpu_views_and_no_sync() -> None:
         heads = packed.view(1, tokens, 12, 128).transpose(1, 2)[0]  # [12, T, D]
         views = [x.transpose(0, 1) for x in (heads[:8], heads[8:10], heads[10:])]
         views = [x.contiguous() for x in views] if copy else views
-        return with_gradients(attention(*views, cu, 257), [packed], torch.ones(tokens, 8, 128, device="cuda"))
+        output = attention(*views, cu, 257, **options)
+        return with_gradients(output, [packed], torch.ones(tokens, 8, 128, device="cuda"))
 
     expected = run(True)
     torch.cuda.set_sync_debug_mode("error")

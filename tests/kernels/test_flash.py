@@ -1,0 +1,299 @@
+"""fastlm/kernels/flash.py against dense fp64 attention, per-sample eager attention, and itself alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastlm.kernels import flash
+from fastlm.kernels.attention import attention
+from fastlm.kernels.flash import Blocks, FlashSettings, flash_attention
+from tests.tiny import relative_error
+
+from .interpreter import (
+    DEVICE,
+    double_leaf,
+    far_apart,
+    gradients,
+    kernel_test,
+    poison_empty,
+    run_interpreted,
+)
+from .test_attention import boundaries, dense
+
+# The backward passes form p = 2^(logit - lse) again, where torch keeps p: rounding a logit and an lse of 4 to
+# 8 costs 1.4 ulps of p each. In half dtypes both round p itself; half an ulp more for the few sums of sinks.
+ULPS = {torch.float32: 2.8, torch.float16: 0.5, torch.bfloat16: 0.5}
+LENGTHS = (5, 1, 37, 0)  # shorter and longer than a block, one token, none; 43 tokens: no multiple of a block
+FEATURES = [
+    {},
+    dict(window=6),  # shorter than a block
+    dict(window=18),  # longer than a block, and no multiple of it
+    dict(softcap=2.0),
+    dict(sinks=True),
+    dict(window=10, softcap=5.0, sinks=True),
+]
+
+# the interpreter's numpy, about unused rows, overflow of hidden keys and the NaN of other samples
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")
+
+
+def test_interpreted() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison_empty(monkeypatch)
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Small ones, so that small samples have several."""
+    own, step = getattr(request, "param", (16, 16))
+    monkeypatch.setattr(flash, "_blocks", lambda *_: (Blocks(own, step, 4, 2),) * 3)
+
+
+def leaves(
+    lengths: Sequence[int] = LENGTHS, heads: int = 4, key_heads: int = 2, head_dim: int = 16,
+    dtype: torch.dtype = torch.float32, sinks: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """q, k, v and, where asked for, sinks."""
+    shapes = [(sum(lengths), h, head_dim) for h in (heads, key_heads, key_heads)] + [(heads,)] * sinks
+    return [torch.randn(shape, device=DEVICE).to(dtype).requires_grad_() for shape in shapes]
+
+
+def both_ways(
+    inputs: list[Tensor], lengths: Sequence[int], dout: Tensor, *, scale: float | None = None, **options: Any
+) -> list[Tensor]:
+    """The kernels' output and gradients."""
+    scale = inputs[0].shape[-1] ** -0.5 if scale is None else scale
+    settings, cu_seqlens = FlashSettings(scale, **options), boundaries(tuple(lengths), DEVICE)
+    return gradients([flash_attention(*inputs[:3], cu_seqlens, settings, *inputs[3:])], inputs, [dout])
+
+
+def references(
+    inputs: list[Tensor], lengths: Sequence[int], dout: Tensor, **options: Any
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The same from per-sample eager attention in the inputs' dtype, and from dense attention in fp64."""
+    sinks, exact = dict(zip(["sinks"], inputs[3:], strict=False)), [double_leaf(x) for x in inputs]
+    cu_seqlens, longest = boundaries(tuple(lengths), DEVICE), max(lengths)
+    eager = attention(*inputs[:3], cu_seqlens, longest, backend="eager", lengths=lengths, **sinks, **options)
+    sinks = dict(zip(["sinks"], exact[3:], strict=False))
+    truth = dense(*exact[:3], tuple(lengths), **sinks, **options)
+    return gradients([eager], inputs, [dout]), gradients([truth], exact, [dout.double()])
+
+
+def three_way(inputs: list[Tensor], lengths: Sequence[int] = LENGTHS, **options: Any) -> None:
+    """Relative errors at most a quarter above eager attention's in the same dtype, plus the ulps above."""
+    dout = torch.randn_like(inputs[0])
+    ours = both_ways(inputs, lengths, dout, **options)
+    for a, b, exact in zip(ours, *references(inputs, lengths, dout, **options), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape and a.is_contiguous()
+        bound = 1.25 * relative_error(b, exact) + ULPS[a.dtype] * torch.finfo(a.dtype).eps
+        assert relative_error(a, exact) <= bound  # false where ours is NaN
+
+
+@kernel_test
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # bf16 products: on a GPU only
+def test_three_way(dtype: torch.dtype, features: dict[str, Any]) -> None:
+    options = {name: value for name, value in features.items() if name != "sinks"}
+    three_way(leaves(dtype=dtype, sinks=features.get("sinks", False)), **options)
+
+
+@kernel_test
+@pytest.mark.parametrize("blocks", [(32, 16), (16, 32), (64, 16)], indirect=True, ids=str)
+@pytest.mark.parametrize("window", [None, 21])
+def test_blocks_of_all_shapes(blocks: None, window: int | None) -> None:
+    three_way(leaves(heads=2, key_heads=1), window=window)
+
+
+@kernel_test
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("key_heads", [1, 4])  # all share one, each has its own
+def test_grouped_heads(key_heads: int) -> None:
+    three_way(leaves((5, 20), key_heads=key_heads), (5, 20), scale=0.7)
+
+
+@kernel_test
+@pytest.mark.parametrize("head_dim", [8, 20, 80, 96, 192])  # padded to a power of two, 16 at least
+def test_head_sizes(head_dim: int) -> None:
+    three_way(leaves((5, 20), 2, 1, head_dim), (5, 20))
+
+
+@kernel_test
+@pytest.mark.usefixtures("blocks")
+def test_large_logits_give_no_nan() -> None:
+    """Up to 1e4: the largest takes all, and 2^(logit - lse) of hidden keys overflows."""
+    inputs = [(x.detach() * 50).requires_grad_() for x in leaves((37,), 1, 1)]
+    dout = torch.randn_like(inputs[0])
+    for options in ({}, dict(window=3), dict(softcap=50.0)):
+        results = both_ways(inputs, (37,), dout, **options)
+        assert all(bool(tensor.isfinite().all()) for tensor in results)
+        assert relative_error(results[0], references(inputs, (37,), dout, **options)[1][0]) < 1e-4
+
+
+@kernel_test
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize(("lengths", "window"), [((1,) * 4 + (0,) * 130 + (1,) * 4, None), ((5, 20), 1)])
+def test_a_single_key_is_copied(lengths: tuple[int, ...], window: int | None) -> None:
+    """Softmax over one key is 1: out = v exactly, dq = dk = 0. 138 samples: a search of two steps."""
+    inputs = leaves(lengths, 1, 1)
+    dout = torch.randn_like(inputs[0])
+    out, dq, dk, dv = both_ways(inputs, lengths, dout, window=window)
+    assert torch.equal(out, inputs[2])
+    torch.testing.assert_close(
+        dv, dout, rtol=1e-6, atol=0.0
+    )  # a compiler may fuse p's product and difference
+    assert float(dq.abs().max()) < 1e-5 and float(dk.abs().max()) < 1e-5
+
+
+@kernel_test
+@pytest.mark.usefixtures("blocks")
+def test_views_of_one_projection_and_a_strided_gradient() -> None:
+    lengths, settings = (5, 20), FlashSettings(0.25, window=9)
+    packed = torch.randn(25, 4 * 16, device=DEVICE).requires_grad_()
+    before = packed.detach().clone()
+    dout = torch.randn(2, 25, 16, device=DEVICE).transpose(0, 1)
+    views = packed.view(25, 4, 16).split([2, 1, 1], dim=1)
+    plain = [x.detach().contiguous().requires_grad_() for x in views]
+    expected = both_ways(plain, lengths, dout.contiguous(), window=9)
+    out = flash_attention(*views, boundaries(lengths, DEVICE), settings)
+    out, gradient = gradients([out], [packed], [dout])
+    assert torch.equal(out, expected[0]) and torch.equal(packed, before)
+    assert torch.equal(gradient.view(25, 4, 16), torch.cat(expected[1:], dim=1))
+    crossed = [x.detach().mT.contiguous().mT.requires_grad_() for x in views]  # head vectors strided
+    ones = torch.ones(1, 1, 1, device=DEVICE).expand(25, 2, 16)
+    expected = both_ways(plain, lengths, ones.contiguous(), window=9)
+    assert all(map(torch.equal, both_ways(crossed, lengths, ones, window=9), expected))
+
+
+@kernel_test
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("window", [None, 7])
+def test_no_leak_and_the_same_bits_twice(window: int | None) -> None:
+    """Change every token of one sample, to infinity and NaN too: the others change by exactly 0."""
+    lengths = (3, 20, 17)
+    inputs, others = leaves(lengths, 2, 1), torch.ones(40, dtype=torch.bool, device=DEVICE)
+    others[3:23] = False  # the sample of 20
+    dout = torch.randn(40, 2, 16, device=DEVICE) * others[:, None, None]
+    base = both_ways(inputs, lengths, dout, window=window)
+    assert all(map(torch.equal, both_ways(inputs, lengths, dout, window=window), base))
+    for filler in (torch.randn(20, 1, 16, device=DEVICE), torch.inf, torch.nan):
+        changed = [x.detach().clone() for x in inputs]
+        for x in changed:
+            x[3:23] = filler
+            x.requires_grad_()
+        for a, b in zip(both_ways(changed, lengths, dout, window=window), base, strict=True):
+            assert torch.equal(a[others], b[others])
+
+
+@kernel_test
+@pytest.mark.usefixtures("blocks")
+def test_packed_equals_alone_bit_by_bit() -> None:
+    inputs, dout = leaves(heads=2), torch.randn(43, 2, 16, device=DEVICE)
+    packed = both_ways(inputs, LENGTHS, dout, window=18)
+    alone = [x.detach()[6:43].clone().requires_grad_() for x in inputs]
+    for a, b in zip(packed, both_ways(alone, (37,), dout[6:43], window=18), strict=True):
+        assert torch.equal(a[6:43], b)
+
+
+@kernel_test
+def test_no_tokens() -> None:
+    inputs = leaves((), sinks=True)
+    out, *grads = both_ways(inputs, (), torch.zeros(0, 4, 16, device=DEVICE))
+    assert out.shape == (0, 4, 16) and [g.shape for g in grads] == [x.shape for x in inputs]
+    assert grads[3].tolist() == [0.0] * 4
+
+
+@kernel_test
+@pytest.mark.usefixtures("blocks")
+def test_c_int32_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64-bit offsets change nothing; rows 2^30 elements apart are found (bf16 products: on a GPU only)."""
+    inputs, dout = leaves(heads=2, key_heads=1, sinks=True), torch.randn(43, 2, 16, device=DEVICE)
+    base = both_ways(inputs, LENGTHS, dout, window=18)
+    with monkeypatch.context() as context:
+        context.setattr(flash, "long_indexing", lambda *_: True)
+        assert all(map(torch.equal, both_ways(inputs, LENGTHS, dout, window=18), base))
+    if DEVICE == "cuda":
+        *far, dout = far_apart(4, 2, 64)
+        near = [x.contiguous().requires_grad_() for x in far]
+        expected = both_ways(near, (3, 1), dout.contiguous())
+        ours = both_ways([x.requires_grad_() for x in far], (3, 1), dout)
+        assert all(map(torch.equal, ours, expected))
+
+
+# on a GPU
+
+GPU_LENGTHS = (130, 1, 257, 64, 700, 130)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [*FEATURES[:1], dict(window=50), *FEATURES[3:]], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gpu_three_way(dtype: torch.dtype, head_dim: int, features: dict[str, Any]) -> None:
+    """With the blocks of the table."""
+    options = {name: value for name, value in features.items() if name != "sinks"}
+    inputs = leaves(GPU_LENGTHS, 8, 2, head_dim, dtype, features.get("sinks", False))
+    three_way(inputs, GPU_LENGTHS, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [{}, dict(window=50, softcap=5.0)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gpu_fp32(head_dim: int, features: dict[str, Any]) -> None:
+    three_way(leaves(GPU_LENGTHS, 4, 2, head_dim), GPU_LENGTHS, **features)
+
+
+@pytest.mark.gpu
+def test_gpu_long_sample() -> None:
+    for options in ({}, dict(softcap=30.0, window=1000)):
+        three_way(leaves((77, 4000), 2, 1, 128, torch.bfloat16), (77, 4000), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gpu_no_leak_and_the_same_bits_twice(head_dim: int) -> None:
+    inputs = leaves(GPU_LENGTHS, 8, 2, head_dim, torch.bfloat16, sinks=True)
+    dout = torch.randn_like(inputs[0])
+    dout[131:388] = 0
+    base = both_ways(inputs, GPU_LENGTHS, dout, softcap=20.0)
+    assert all(map(torch.equal, both_ways(inputs, GPU_LENGTHS, dout, softcap=20.0), base))
+    changed = [x.detach().clone().requires_grad_() for x in inputs]
+    for x in changed[:3]:
+        x.data[131:388] = torch.nan
+    ours = both_ways(changed, GPU_LENGTHS, dout, softcap=20.0)
+    for a, b in zip(ours[:4], base[:4], strict=True):
+        assert torch.equal(a[:131], b[:131]) and torch.equal(a[388:], b[388:])
+
+
+@pytest.mark.gpu
+def test_gpu_many_samples() -> None:
+    """A search of three steps, and idle tiles for most of the grid."""
+    lengths = (1,) * 20_000 + (0,) * 1000 + (300,)
+    inputs = leaves(lengths, 2, 1, 64, torch.bfloat16)
+    dout = torch.randn_like(inputs[0])
+    out, dq, dk, dv = both_ways(inputs, lengths, dout)
+    values = inputs[2].detach()[:20_000]
+    assert torch.equal(out[:20_000], values.expand(-1, 2, -1))
+    torch.testing.assert_close(dv[:20_000, 0].float(), dout[:20_000].float().sum(1), rtol=1e-2, atol=1e-2)
+    tail = [x.detach()[20_000:].clone().requires_grad_() for x in inputs]
+    for a, b in zip((out, dq, dk, dv), both_ways(tail, (300,), dout[20_000:]), strict=True):
+        assert torch.equal(a[20_000:], b)
+
+
+@pytest.mark.gpu
+def test_gpu_c_int32_offset_full_size() -> None:
+    """Past 2^31 elements: the last samples equal the same samples alone."""
+    lengths = (1000,) * (2**31 // (32 * 128 * 1000) + 2)
+    inputs = leaves(lengths, 32, 2, 128, torch.bfloat16)
+    dout = torch.randn_like(inputs[0])
+    results = both_ways(inputs, lengths, dout)
+    tail = [x.detach()[-2000:].clone().requires_grad_() for x in inputs]
+    for a, b in zip(results, both_ways(tail, (1000, 1000), dout[-2000:]), strict=True):
+        assert torch.equal(a[-2000:], b)
