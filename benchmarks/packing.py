@@ -59,9 +59,7 @@ def packing(samples: int, row_length: int, repeats: int) -> list[dict[str, Any]]
     contenders: dict[str, Callable[[], int]] = {
         "fastlm pack": lambda: pack(lengths, row_length).rows,
         "fastlm pack_dataset": lambda: len(pack_dataset(dataset, row_length)),
-        "trl bfd, batches of 1,000": lambda: len(
-            trl_pack_dataset(dataset, row_length, "bfd", dict(trl_kwargs))
-        ),
+        "trl bfd, batches of 1,000": lambda: len(trl_pack_dataset(dataset, row_length, "bfd", dict(trl_kwargs))),
         "trl bfd, one batch": lambda: len(
             trl_pack_dataset(dataset, row_length, "bfd", {**trl_kwargs, "batch_size": samples})
         ),
@@ -99,9 +97,7 @@ def collation(row_length: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--row-lengths", type=int, nargs="+", default=[2048, 4096])
     parser.add_argument("--repeats", type=int, default=3)

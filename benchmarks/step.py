@@ -106,13 +106,9 @@ def build(given: argparse.Namespace) -> Any:
         from peft import LoraConfig, get_peft_model
 
         targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        model = get_peft_model(
-            model, LoraConfig(r=16, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
-        )
+        model = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM"))
     else:
-        model = FastLanguageModel.get_peft_model(
-            model, r=16, lora_alpha=16, use_gradient_checkpointing=given.recompute
-        )
+        model = FastLanguageModel.get_peft_model(model, r=16, lora_alpha=16, use_gradient_checkpointing=given.recompute)
     if given.qlora:  # as TRL casts the adapters of a quantised base
         for parameter in trained(model):
             parameter.data = parameter.data.to(torch.bfloat16)
@@ -178,9 +174,7 @@ def padded(samples: list[np.ndarray], micro_batch: int) -> list[dict[str, Any]]:
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(sample) for sample in group], batch_first=True)
         labels = ids.masked_fill(mask == 0, -100)
         batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        batches.append(
-            {name: part.to(DEVICE) for name, part in batch.items()} | {"num_items_in_batch": targets}
-        )
+        batches.append({name: part.to(DEVICE) for name, part in batch.items()} | {"num_items_in_batch": targets})
     return batches
 
 

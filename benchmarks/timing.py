@@ -73,9 +73,7 @@ class Timing:
     def __str__(self) -> str:
         others = (("torch", self.torch_ms), ("compile", self.compile_ms), ("liger", self.liger_ms),
                   ("int64", self.int64_ms))  # fmt: skip
-        ratios = "".join(
-            f"  {name} {f'{ms / self.ms:.2f}x' if ms is not None else '-':>6}" for name, ms in others
-        )
+        ratios = "".join(f"  {name} {f'{ms / self.ms:.2f}x' if ms is not None else '-':>6}" for name, ms in others)
         return (
             f"{self.operation:<20} {self.case:<22} {self.tokens:>7,} tokens {self.ms:>9.4f} ms "
             f"{self.bytes / 1e6:>9.1f} MB {self.gb_per_s:>6.0f} GB/s {self.share_of_copy:>7.1%}{ratios}"
@@ -90,9 +88,7 @@ class Rival:
     gradients: of the outputs.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], leaves: Sequence[Tensor], gradients: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         self._function, self._leaves, self._gradients = function, tuple(leaves), tuple(gradients)
         self._outputs: tuple[Tensor, ...] | None = None
 

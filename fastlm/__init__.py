@@ -39,9 +39,7 @@ __all__ = [*_PUBLIC, "__version__"]  # noqa: PLE0604 (names are literal keys abo
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        raise AttributeError(
-            f"module 'fastlm' has no attribute {name!r}; it has {', '.join(sorted(_PUBLIC))}"
-        )
+        raise AttributeError(f"module 'fastlm' has no attribute {name!r}; it has {', '.join(sorted(_PUBLIC))}")
     module, attribute, wraps_trainers = _PUBLIC[name]
     value = getattr(import_module(module), attribute)
     if wraps_trainers:

@@ -81,8 +81,7 @@ def run() -> dict[str, Any]:
         "ok": all(line.ok for line in requirements),
         "python": platform.python_version(),
         "requirements": {
-            line.name: {"installed": line.installed, "needed": line.needed, "ok": line.ok}
-            for line in requirements
+            line.name: {"installed": line.installed, "needed": line.needed, "ok": line.ok} for line in requirements
         },
         **devices,
     }

@@ -141,9 +141,7 @@ def _config(reader: Any, path: Any) -> LlamaConfig:
     if fact("rope.dimension_count", head_dim) != head_dim:
         raise ValueError(f"{path} rotates a part of each head only, which the Llama architecture does not")
     if _value(reader, "llama.rope.scaling.type", "none") != "none" or _value(reader, "llama.expert_count", 0):
-        raise ValueError(
-            f"{path} has scaled rotary embeddings or experts; load the original checkpoint instead"
-        )
+        raise ValueError(f"{path} has scaled rotary embeddings or experts; load the original checkpoint instead")
     names = {tensor.name for tensor in reader.tensors}
     tokens = {name: _value(reader, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding")}
     return LlamaConfig(
@@ -205,15 +203,11 @@ def _tokenizer(reader: Any, path: Any) -> PreTrainedTokenizerFast:
     core.pre_tokenizer = _PRE_TOKENIZERS[splits]()
     core.decoder = decoders.ByteLevel()
     core.post_processor = processors.ByteLevel(trim_offsets=False)
-    added = [
-        (token, kind) for token, kind in zip(tokens, kinds, strict=True) if kind in (_CONTROL, _USER_DEFINED)
-    ]
+    added = [(token, kind) for token, kind in zip(tokens, kinds, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
     core.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL) for token, kind in added])
     named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {role: _value(reader, f"tokenizer.ggml.{name}_token_id") for role, name in named.items()}
-    special: dict[str, Any] = {
-        f"{role}_token": tokens[number] for role, number in ids.items() if number is not None
-    }
+    special: dict[str, Any] = {f"{role}_token": tokens[number] for role, number in ids.items() if number is not None}
     if _value(reader, "tokenizer.ggml.add_bos_token", False):
         core.post_processor = processors.TemplateProcessing(
             single=f"{special['bos_token']} $A",

@@ -194,8 +194,7 @@ def _adaptable(model: PreTrainedModel) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if module is not head
-        and (isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ == "Conv1D")
+        if module is not head and (isinstance(module, nn.Linear | nn.Embedding) or type(module).__name__ == "Conv1D")
     ]
 
 

@@ -354,9 +354,7 @@ def _same_adapter(model: Any, r: int, lora_alpha: float, target_modules: Any) ->
     return model
 
 
-def _save_pretrained_merged(
-    model: Any, path: Any, tokenizer: Any = None, save_method: str = "merged_16bit"
-) -> None:
+def _save_pretrained_merged(model: Any, path: Any, tokenizer: Any = None, save_method: str = "merged_16bit") -> None:
     from .export.merged import save_pretrained_merged
 
     save_pretrained_merged(model, path, tokenizer, save_method)

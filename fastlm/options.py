@@ -97,8 +97,7 @@ def _scale_rope(text: Any, scaling: dict[str, Any], limit: int | None) -> int:
     known = ("linear", "dynamic", "yarn", "longrope", "llama3")
     if kind not in known or not isinstance(factor, int | float) or factor < 1:
         raise ValueError(
-            f"rope_scaling={scaling} is not understood: pass 'rope_type' ({', '.join(known)}) and 'factor', "
-            "1 or more"
+            f"rope_scaling={scaling} is not understood: pass 'rope_type' ({', '.join(known)}) and 'factor', 1 or more"
         )
     parameters = getattr(text, "rope_parameters", None)
     if not parameters or limit is None:

@@ -79,9 +79,7 @@ def run(
         )
         _require_space(output_dir, model)
         rows = standard_library_pairs() if own is None else own
-        train_rows, held_out = choose_rows(
-            rows, tokenizer, steps * batch_size, scale.held_out, scale.longest, seed
-        )
+        train_rows, held_out = choose_rows(rows, tokenizer, steps * batch_size, scale.held_out, scale.longest, seed)
         model = fastlm.FastLanguageModel.get_peft_model(
             model, r=16, lora_alpha=16, use_gradient_checkpointing=False, random_state=seed
         )
@@ -161,9 +159,7 @@ def choose_rows(
     random.Random(seed).shuffle(order)
     fitting: list[Row] = []
     for index in order:
-        if (
-            len(tokenizer(row_text(rows[index], tokenizer))["input_ids"]) < longest
-        ):  # one is left for the eos token
+        if len(tokenizer(row_text(rows[index], tokenizer))["input_ids"]) < longest:  # one is left for the eos token
             fitting.append(rows[index])
             if len(fitting) == train_count + held_out_count:
                 break
@@ -188,9 +184,7 @@ def draw_losses(path: Path, losses: Sequence[float], before: float, after: float
     axes = figure.add_subplot()
     axes.plot(range(1, len(losses) + 1), losses, marker=".", color="tab:blue", label="training loss")
     ends = (0, len(losses) + 0.5)
-    axes.plot(
-        ends, (before, after), "D--", color="tab:orange", linewidth=1, label="held-out loss, before and after"
-    )
+    axes.plot(ends, (before, after), "D--", color="tab:orange", linewidth=1, label="held-out loss, before and after")
     for x, loss, side in zip(ends, (before, after), ("left", "right"), strict=True):
         axes.annotate(f"{loss:.3f}", (x, loss), xytext=(0, 7), textcoords="offset points", ha=side)
     axes.set(title="SmolLM2-135M-Instruct, LoRA r=16", xlabel="step", ylabel="loss per token (nats)")
@@ -201,14 +195,10 @@ def draw_losses(path: Path, losses: Sequence[float], before: float, after: float
 
 
 def _require_space(folder: Path, model: Any) -> None:
-    needed = int(
-        1.1 * sum(p.numel() * p.element_size() for p in model.parameters())
-    )  # merged, adapter, tokenizer
+    needed = int(1.1 * sum(p.numel() * p.element_size() for p in model.parameters()))  # merged, adapter, tokenizer
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise UserError(
-            f"{folder} has {free / 1e9:.1f} GB free; saving the models needs {needed / 1e9:.1f} GB"
-        )
+        raise UserError(f"{folder} has {free / 1e9:.1f} GB free; saving the models needs {needed / 1e9:.1f} GB")
 
 
 def _show_answers(row: Row, before: str, after: str) -> None:

@@ -120,8 +120,7 @@ def _check_row(value: Any, where: str) -> tuple[str, Row]:
         return "text", {"text": _check_text(value["text"], f'{where}: "text"')}
     keys = ", ".join(map(str, value)) or "no keys"
     raise ValueError(
-        f'{where}: expected "messages" (or "conversations"), "prompt" and "completion", or "text"; '
-        f"the row has {keys}"
+        f'{where}: expected "messages" (or "conversations"), "prompt" and "completion", or "text"; the row has {keys}'
     )
 
 

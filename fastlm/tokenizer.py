@@ -12,9 +12,7 @@ __all__ = ["ensure_pad_token", "load_tokenizer"]
 
 NEW_PAD_TOKEN = "<|pad|>"
 _ROW_MULTIPLE = 64  # rows of a grown table: products with a head of an odd number of rows are slow on a GPU
-_PAD_LIKE = re.compile(
-    r"^[<\[]\|?_?(finetune_right_pad_id|right_pad|pad|padding|vision_pad)_?\|?[>\]]$", re.IGNORECASE
-)
+_PAD_LIKE = re.compile(r"^[<\[]\|?_?(finetune_right_pad_id|right_pad|pad|padding|vision_pad)_?\|?[>\]]$", re.IGNORECASE)
 _SPARE = re.compile(r"^[<\[]\|?_?(reserved|unused|dummy|placeholder|extra).*[>\]]$", re.IGNORECASE)
 
 

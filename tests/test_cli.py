@@ -112,9 +112,7 @@ def test_train(capsys, tmp_path, kind):
     tiny_model("qwen2").save_pretrained(tmp_path / "tiny")
     tiny_tokenizer().save_pretrained(tmp_path / "tiny")
     turn = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-    row = {"text": {"text": "hello"}, "chat of one answer": {"messages": turn}}.get(
-        kind, {"messages": turn * 2}
-    )
+    row = {"text": {"text": "hello"}, "chat of one answer": {"messages": turn}}.get(kind, {"messages": turn * 2})
     rows = write(tmp_path / "rows.jsonl", (json.dumps(row) + "\n") * 6)
     arguments = ["--model", str(tmp_path / "tiny"), "--dataset", rows, "--output-dir", str(tmp_path / "out")]
     options = ["--max-steps", "3", "--batch-size", "2", "--r", "4", "--lr", "1e-3", "--max-seq-length", "64"]

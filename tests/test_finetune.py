@@ -54,9 +54,7 @@ def test_training_is_measured(tiny, tmp_path):
 
 
 def test_packed_rows_are_measured_by_their_samples(tiny, tmp_path):
-    measured = train(
-        trainer_of(tiny, tmp_path, max_steps=2, packing=True, batch_size=1), tmp_path / "adapter", tiny[1]
-    )
+    measured = train(trainer_of(tiny, tmp_path, max_steps=2, packing=True, batch_size=1), tmp_path / "adapter", tiny[1])
     assert measured.steps == 2
     assert 0 < measured.padding_avoided < 0.4
 

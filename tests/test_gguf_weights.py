@@ -70,9 +70,7 @@ def write(path: Path, model: Any, **changes: Any) -> Path:
                 values = permuted(values, heads)
             name = f"blk.{number}.{NAMES[inner]}.weight"
         else:
-            name = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}[
-                part
-            ] + ".weight"
+            name = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}[part] + ".weight"
         writer.add_tensor(changes.get("rename", {}).get(name, name), np.ascontiguousarray(values))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -131,9 +129,7 @@ def test_other_pre_tokenizer(stock: Any, tmp_path: Path) -> None:
         ({"rename": {"output_norm.weight": "rope_freqs.weight"}}, "unknown GGUF tensor rope_freqs"),
     ],
 )
-def test_what_is_not_supported_is_said(
-    stock: Any, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_what_is_not_supported_is_said(stock: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = write(tmp_path / "m.gguf", stock, **changes)
     with pytest.raises(ValueError, match=message):
         load_gguf(path)

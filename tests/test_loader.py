@@ -142,9 +142,7 @@ def test_load_in_4bit_unset_follows_the_machine() -> None:
 def test_four_bits_on_a_cpu_and_a_checkpoint_that_is_quantised_already(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    path = save(
-        tmp_path / "model", intermediate_size=160
-    )  # a width that bitsandbytes cannot repack on AVX512
+    path = save(tmp_path / "model", intermediate_size=160)  # a width that bitsandbytes cannot repack on AVX512
     model, tokenizer = FastLanguageModel.from_pretrained(path, load_in_4bit=True)
     assert "float32, 4-bit, cpu" in capsys.readouterr().out
     first = logits(model)
@@ -214,9 +212,7 @@ def test_rope_is_scaled_only_on_request(family: str, tmp_path: Path) -> None:
     )
     parameters = yarn.config.rope_parameters
     parameters = parameters["full_attention"] if prefix else parameters
-    assert (
-        parameters["original_max_position_embeddings"] == 512 and yarn.config.max_position_embeddings == 2048
-    )
+    assert parameters["original_max_position_embeddings"] == 512 and yarn.config.max_position_embeddings == 2048
 
 
 def test_unknown_keywords_name_the_nearest(folder: str, capsys: pytest.CaptureFixture) -> None:
@@ -401,9 +397,7 @@ def test_lora_defaults_and_attributes(folder: str) -> None:
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
     }  # fmt: skip
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert len(trainable) == 2 * 7 * 2 and all(
-        "lora_" in n and p.dtype == torch.float32 for n, p in trainable.items()
-    )
+    assert len(trainable) == 2 * 7 * 2 and all("lora_" in n and p.dtype == torch.float32 for n, p in trainable.items())
     assert model.max_seq_length == 77 and model._fastlm_checkpointing is False
     assert fastlm.report(model).fused == fastlm.report(base).fused
     assert FastLanguageModel.get_peft_model(model) is model
@@ -576,9 +570,7 @@ def test_gpu_defaults_to_4bit_and_one_dtype(tmp_path: Path, capsys: pytest.Captu
     ids = IDS.to(model.device)
     live = logits(model, ids)
     model.save_pretrained_merged(tmp_path / "out", tokenizer)
-    merged = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype="auto", device_map={"": model.device}
-    )
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", device_map={"": model.device})
     assert merged.dtype == dtype
     truth = logits(merged.float(), ids)
     assert relative_error(live, truth) < 0.03

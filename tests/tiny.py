@@ -50,9 +50,7 @@ def tiny_model(
     return model
 
 
-def add_lora(
-    model: PreTrainedModel, *, dtype: torch.dtype | None = None, seed: int = 1, **config: Any
-) -> Any:
+def add_lora(model: PreTrainedModel, *, dtype: torch.dtype | None = None, seed: int = 1, **config: Any) -> Any:
     """Wrap with PEFT; A and B are both random, so that no gradient is zero by construction."""
     from peft import LoraConfig, get_peft_model
 
@@ -61,9 +59,7 @@ def add_lora(
     for name, parameter in wrapped.named_parameters():
         if "lora_" in name:
             generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
-            parameter.data = (
-                torch.randn(parameter.shape, generator=generator).to(dtype or parameter.dtype) * 0.05
-            )
+            parameter.data = torch.randn(parameter.shape, generator=generator).to(dtype or parameter.dtype) * 0.05
     return wrapped
 
 

@@ -19,9 +19,7 @@ from benchmarks.timing import SETTINGS, Timing, failures, on_gpu, report, requir
 def main() -> None:
     """Runs the `run()` of each module here that has one."""
     known = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if not path.stem.startswith("_"))
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.kernels", description="Time fastlm's kernels on this GPU."
-    )
+    parser = argparse.ArgumentParser(prog="benchmarks.kernels", description="Time fastlm's kernels on this GPU.")
     parser.add_argument("operations", nargs="*", metavar="operation", help=f"any of {', '.join(known)}")
     parser.add_argument("--json", action="store_true", help="print only the JSON object")
     parser.add_argument("--quick", action="store_true", help="16,384 tokens only, without torch.compile")

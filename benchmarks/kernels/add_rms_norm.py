@@ -16,17 +16,11 @@ from fastlm.kernels.rms_norm import RMSNormOptions, rms_norm_bwd, rms_norm_fwd, 
 def run() -> list[Timing]:
     """Forward, backward with a frozen weight, backward with a trained one; bf16."""
     shapes = distinct(lambda model: (model.hidden, model.norm_offset))
-    return [
-        timing
-        for name, model, tokens in shapes
-        for timing in _one(name, tokens, model.hidden, model.norm_offset)
-    ]
+    return [timing for name, model, tokens in shapes for timing in _one(name, tokens, model.hidden, model.norm_offset)]
 
 
 def _one(case: str, tokens: int, hidden: int, offset: float) -> list[Timing]:
-    x, residual, dy, dsummed = (
-        torch.randn(1, tokens, hidden, dtype=torch.bfloat16, device=DEVICE) for _ in range(4)
-    )
+    x, residual, dy, dsummed = (torch.randn(1, tokens, hidden, dtype=torch.bfloat16, device=DEVICE) for _ in range(4))
     weight = torch.randn(hidden, dtype=torch.bfloat16, device=DEVICE)
     before = RMSNormOptions(1e-6, offset, offset == 0, add="before")
     after = replace(before, add="after")

@@ -64,10 +64,7 @@ def _one(model: ModelShapes, tokens: int) -> list[Timing]:
         )
     ]  # fmt: skip
     for name, wanted in (("bwd", False), ("bwd dw", True)):
-        rivals = [
-            Rival(f, (*leaves, *(trained if wanted else weights), *tables), incoming).backward
-            for f in _rivals()
-        ]
+        rivals = [Rival(f, (*leaves, *(trained if wanted else weights), *tables), incoming).backward for f in _rivals()]
         timings.append(
             _measured(
                 name, model, tokens, 3 * moved + tables[0].nbytes,

@@ -54,9 +54,7 @@ def _step(row: dict[str, Any]) -> str:
         [f"`{kernel['name']}`", f"{kernel['ms']:.3f}", f"{kernel['share']:.1%}", f"{kernel['calls']:.1f}"]
         for kernel in row["kernels"]
     ]
-    return (
-        _table(["", ""], facts) + "\n\n" + _table(["kernel", "ms a step", "share", "calls a step"], kernels)
-    )
+    return _table(["", ""], facts) + "\n\n" + _table(["kernel", "ms a step", "share", "calls a step"], kernels)
 
 
 def _table(header: list[str], lines: list[list[str]]) -> str:

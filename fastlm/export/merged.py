@@ -97,9 +97,7 @@ def _plain_config(core: PreTrainedModel) -> Any:
         facts = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
         method = str(getattr(facts.get("quant_method"), "value", facts.get("quant_method")))
         if method != "bitsandbytes":
-            raise ValueError(
-                f"a base quantised with {method} cannot be merged; bitsandbytes 4-bit and 8-bit can"
-            )
+            raise ValueError(f"a base quantised with {method} cannot be merged; bitsandbytes 4-bit and 8-bit can")
         del config.quantization_config
     config.dtype = core.config.dtype if isinstance(core.config.dtype, torch.dtype) else core.dtype
     config.architectures = [type(core).__name__.removeprefix("FSDP")]
@@ -162,9 +160,7 @@ def _write(folder: Path, weights: list[MergedWeight]) -> Counter[Pair]:
             formed, pairs = form_tensors(weight)
             tensors.update((name, tensor.cpu().contiguous()) for name, tensor in formed.items())
             merged.update(pairs)
-        name = (
-            "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        )
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file(tensors, folder / name, metadata={"format": "pt"})
         index.update(dict.fromkeys(tensors, name))
         total += sum(tensor.nbytes for tensor in tensors.values())

@@ -63,9 +63,7 @@ def base_model(model: Any) -> PreTrainedModel:
     """The transformers model, looked for inside PEFT's wrapper; TypeError where there is none."""
     core = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(core, PreTrainedModel):
-        raise TypeError(
-            f"only a transformers model, bare or inside PEFT, is merged, not {type(model).__name__}"
-        )
+        raise TypeError(f"only a transformers model, bare or inside PEFT, is merged, not {type(model).__name__}")
     return core
 
 
@@ -116,9 +114,7 @@ def _own_tensors(module: nn.Module, path: str, dtype: torch.dtype, like: nn.Modu
         yield MergedWeight({key: (_shape(tensor), kept[name])}, form, origin)
 
 
-def _plain_tensor(
-    module: nn.Module, name: str, key: str, dtype: torch.dtype
-) -> tuple[dict[str, Tensor], list[Pair]]:
+def _plain_tensor(module: nn.Module, name: str, key: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], list[Pair]]:
     return {key: _dequantise(module, name).to(dtype)}, []
 
 

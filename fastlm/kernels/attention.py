@@ -7,12 +7,12 @@ Backends, first that can wins, unless one is forced; `attention_backends` has th
   against varlen's 1,466 ms for 32,768 tokens in 16k samples, 39 against 55 ms for 16,384 tokens in samples of
   about 240, where varlen stays, since it needs no compilation at run time.
 - ``varlen``: torch.nn.attention.varlen, on Ampere and newer, bf16 and fp16, head sizes to 256.
-- ``triton``: our kernel, on Ampere and newer; the first with softcap and sinks.
-- ``efficient``: torch's memory-efficient attention with boundaries, for Turing and for fp32.
-- ``flash3``, ``flash2``: FlashAttention-3 and -2 where installed, for what the others refuse.
-- ``xformers``: where installed, and only when forced: efficient is the same kernel.
+- ``triton``: our kernel, on Ampere and newer, bf16 and fp16; the first with softcap and sinks.
 - ``sdpa``: torch's scaled_dot_product_attention sample by sample, on any device and in any dtype.
-- ``eager``: the formula sample by sample, softmax in fp32; softcap and sinks on a CPU and before Ampere.
+- ``eager``: the formula sample by sample, softmax in fp32; softcap and sinks on a CPU, before Ampere and in fp32.
+
+Only when forced, until their tests have passed on the hardware they are for: ``efficient`` (torch's memory-efficient
+attention with boundaries, for Turing), ``flash3``, ``flash2`` and ``xformers`` where installed.
 
 Under torch.use_deterministic_algorithms(True) all are deterministic, or refuse (xformers): torch's flash and
 memory-efficient backward read that flag (though not its warn_only form), the flash packages are handed it,
@@ -35,6 +35,7 @@ __all__ = ["BACKENDS", "attention", "backend_refusal", "choose_backend", "oversi
 
 BACKENDS = tuple(TABLE)  # in order of preference
 _LONG_SAMPLE = 2048  # tokens from which flash4 goes first
+_FORCED_ONLY = frozenset({"efficient", "flash3", "flash2", "xformers"})  # not all proven on the GPUs they are for
 _INT32_MAX = 2**31 - 1
 
 
@@ -118,9 +119,9 @@ def choose_backend(
             able = [name for name in BACKENDS if refusal(name) is None]
             raise ValueError(f"attention backend {backend!r} {reason}; use one of {', '.join(able)}")
         return backend
-    candidates = [name for name in BACKENDS if name != "xformers" and (name != "flash4" or long_samples)]
-    if dtype == torch.float32:  # tensor cores in three TF32 passes, where ieee products in Triton have none
-        candidates.insert(0, "efficient")
+    candidates = [name for name in BACKENDS if name not in _FORCED_ONLY and (name != "flash4" or long_samples)]
+    if dtype == torch.float32:  # somebody who computes in fp32 wants torch's own digits
+        candidates = ["sdpa", "eager"]
     return next(name for name in candidates if refusal(name) is None)
 
 
@@ -164,18 +165,14 @@ def attention(
     return TABLE[name].run(Call(q, k, v, cu_seqlens, max_length, lengths, scale, sinks=sinks, **features))
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None, softcap: float | None
-) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None, softcap: float | None) -> None:
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[::2] != k.shape[::2]:
         shapes = f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
         raise ValueError(f"expected q [T, Hq, D] and k, v [T, Hk, D]; got {shapes}")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key heads evenly")
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32:
-        raise ValueError(
-            f"expected cu_seqlens [S + 1] int32; got {list(cu_seqlens.shape)} {cu_seqlens.dtype}"
-        )
+        raise ValueError(f"expected cu_seqlens [S + 1] int32; got {list(cu_seqlens.shape)} {cu_seqlens.dtype}")
     if window is not None and window < 0:
         raise ValueError(f"window must be positive, or None or 0 for none; got {window}")
     if softcap is not None and not softcap > 0:

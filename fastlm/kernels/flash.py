@@ -217,9 +217,7 @@ def _dq_kernel(
         p = tl.where(visible, tl.exp2(logits - lse[:, None]), 0.0)
         dlogits = p * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None]) * slope
         dq = tl.dot(dlogits.to(k.dtype), k, dq, input_precision="ieee")
-    address, inside = _address(
-        dq_pointer + row, query, heads * HEAD_DIM, length, HEAD_DIM, BLOCK_D, LONG_INDEXING
-    )
+    address, inside = _address(dq_pointer + row, query, heads * HEAD_DIM, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
     tl.store(address, (dq * scale).to(dq_pointer.dtype.element_ty), mask=inside)
 
 

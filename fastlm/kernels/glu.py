@@ -224,9 +224,7 @@ def glu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """
     _check_activation(activation)
     if gate.shape != up.shape or gate.dim() == 0:
-        raise ValueError(
-            f"glu: expected gate and up of one shape [..., I], got {tuple(gate.shape)}, {tuple(up.shape)}"
-        )
+        raise ValueError(f"glu: expected gate and up of one shape [..., I], got {tuple(gate.shape)}, {tuple(up.shape)}")
     if not use_triton(gate, up):
         return glu_reference(gate, up, activation)
     return GluFunction.apply(gate, up, activation)
@@ -242,9 +240,7 @@ def glu_packed(gate_up: Tensor, activation: str) -> Tensor:
     """
     _check_activation(activation)
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
-        raise ValueError(
-            f"glu_packed: expected gate_up [..., 2I] with an even last size, got {tuple(gate_up.shape)}"
-        )
+        raise ValueError(f"glu_packed: expected gate_up [..., 2I] with an even last size, got {tuple(gate_up.shape)}")
     if not use_triton(gate_up):
         return glu_packed_reference(gate_up, activation)
     return PackedGluFunction.apply(gate_up, activation)

@@ -49,7 +49,6 @@ except ImportError:
     tl: Any = _LanguageStub()  # type: ignore[no-redef]
 
 
-
 @triton.jit
 def exp_accurate(x):
     """exp(x) to about an fp32 ulp, where tl.exp's error grows with |x|: it rounds x log2(e) before exponentiating.

@@ -167,9 +167,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             scale = _magnitude(row_weight)
             factor = row_weight / scale
         with torch.autocast(hidden.device.type, enabled=False):
-            results, gradients = _linear_cross_entropy_rows(
-                hidden, weight, bias, targets, factor, settings, formed
-            )
+            results, gradients = _linear_cross_entropy_rows(hidden, weight, bias, targets, factor, settings, formed)
         recompute = (wanted.weight or wanted.bias) and row_weight is None
         ctx.save_for_backward(*gradients, scale, *((hidden, weight, bias, targets) if recompute else ()))
         ctx.settings, ctx.wanted, ctx.recompute = settings, wanted, recompute
@@ -274,13 +272,9 @@ def linear_cross_entropy(
     return LinearCrossEntropyOutput(loss, log_probs, entropy, is_top1)
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, row_weight: Tensor | None
-) -> None:
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, row_weight: Tensor | None) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"expected hidden [N, H] and weight [V, H]; got {list(hidden.shape)} and {list(weight.shape)}"
-        )
+        raise ValueError(f"expected hidden [N, H] and weight [V, H]; got {list(hidden.shape)} and {list(weight.shape)}")
     if targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
         raise ValueError(
             f"expected one target a row, [{hidden.shape[0]}] int64; got {list(targets.shape)} {targets.dtype}"
@@ -292,6 +286,4 @@ def _check(
             found = f"{list(row_weight.shape)} {row_weight.dtype}"
             raise ValueError(f"expected row_weight {list(targets.shape)} fp32; got {found}")
         if row_weight.requires_grad:
-            raise ValueError(
-                "row_weight is a constant; to train it, leave it out and weight the per-row loss"
-            )
+            raise ValueError("row_weight is a constant; to train it, leave it out and weight the per-row loss")

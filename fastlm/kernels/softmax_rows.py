@@ -48,9 +48,7 @@ class RowStatistics:
     is_top1: Tensor | None
 
     @classmethod
-    def empty(
-        cls, rows: int, dtype: torch.dtype, device: torch.device, *, statistics: bool
-    ) -> "RowStatistics":
+    def empty(cls, rows: int, dtype: torch.dtype, device: torch.device, *, statistics: bool) -> "RowStatistics":
         loss, log_probs, entropy = (torch.empty(rows, dtype=dtype, device=device) for _ in range(3))
         if not statistics:
             return cls(loss, log_probs, None, None)
@@ -63,9 +61,7 @@ class RowStatistics:
 
 
 @triton.jit
-def _transform(
-    x, logit_scale, softcap, temperature, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr
-):
+def _transform(x, logit_scale, softcap, temperature, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr):
     """Raw logits to z."""
     z = x * logit_scale
     if HAS_SOFTCAP:  # tanh within two ulps, without libdevice, which has no interpreter

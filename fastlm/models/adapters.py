@@ -32,7 +32,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def fusable(x: Tensor, modules: Sequence[nn.Module]) -> list[Projection] | None:
-    """The projections of these modules if one fused function can run them all on x and one has an adapter; else None."""
+    """The projections of these modules if one function can run them all on x and one has an adapter; else None."""
     if torch.compiler.is_compiling():
         return None
     autocast = torch.is_autocast_enabled(x.device.type)
@@ -47,7 +47,7 @@ def fusable(x: Tensor, modules: Sequence[nn.Module]) -> list[Projection] | None:
 
 
 def adapter_obstacle(module: nn.Module, dtype: torch.dtype) -> str | None:
-    """Why an adapted projection runs PEFT's own forward while a model of this dtype trains, or None where it is fused."""
+    """Why an adapted projection of a model of this dtype trains by PEFT's own forward, or None where it is fused."""
     projection = _projection(module, dtype, True, dtype, training=True)
     return projection if isinstance(projection, str) else None
 
@@ -80,9 +80,7 @@ def _projection(
     return Projection(weight, base.bias, a, b, scale)
 
 
-def _adapter(
-    module: Any, dtype: torch.dtype, autocast: bool, training: bool
-) -> tuple[Tensor, Tensor, float] | str:
+def _adapter(module: Any, dtype: torch.dtype, autocast: bool, training: bool) -> tuple[Tensor, Tensor, float] | str:
     active = module.active_adapters
     if len(active) != 1 or active[0] not in module.lora_A:
         return f"{len(active)} active adapters" if len(active) != 1 else f"adapter {active[0]!r} is not in this layer"

@@ -29,9 +29,7 @@ class ModelPatch:
 
     switch: Switch
     report: Any  # PatchReport
-    limits: dict[str, int] = field(
-        default_factory=dict
-    )  # rope type -> longest sample that it rotates independently
+    limits: dict[str, int] = field(default_factory=dict)  # rope type -> longest sample that it rotates independently
 
 
 def boundary_obstacle(core: PreTrainedModel, stock: dict[str, str]) -> tuple[str | None, dict[str, int]]:
@@ -87,24 +85,18 @@ def prepare_backbone(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any
                 "embeddings keep packed samples independent; use a padding collator or shorter samples"
             )
     if kwargs.get("attention_mask") is not None:
-        raise ValueError(
-            "a batch with sample boundaries has no padding: pass boundaries or attention_mask, not both"
-        )
+        raise ValueError("a batch with sample boundaries has no padding: pass boundaries or attention_mask, not both")
     if kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None:
         raise ValueError("sample boundaries and a key-value cache exclude each other; pass use_cache=False")
     if kwargs.get("output_attentions"):
         raise ValueError("attention weights cannot be returned for packed samples; use a padding collator")
-    inputs = next(
-        value for value in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if value is not None
-    )
+    inputs = next(value for value in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if value is not None)
     if inputs.shape[0] != 1 or inputs.shape[1] != boundaries.token_count:
         raise ValueError(
             f"sample boundaries cover {boundaries.token_count} tokens in one row, but the inputs are "
             f"{tuple(inputs.shape[:2])}"
         )
-    kwargs = {
-        name: value for name, value in kwargs.items() if not name.startswith(("cu_seq_lens_", "max_length_"))
-    }
+    kwargs = {name: value for name, value in kwargs.items() if not name.startswith(("cu_seq_lens_", "max_length_"))}
     boundaries = boundaries_on(boundaries, inputs.device)
     kwargs.update(boundaries=boundaries, position_ids=boundaries.position_ids, use_cache=False)
     kwargs["attention_mask"] = torch.empty(1, 1, 0, 0, device=inputs.device)

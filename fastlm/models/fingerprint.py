@@ -89,9 +89,7 @@ def _print_table(families: list[str]) -> None:
     for family in families:
         module = import_module(f"transformers.models.{family}.modeling_{family}")
         for name, value in sorted(vars(module).items()):
-            if not (
-                inspect.isclass(value) and value.__module__ == module.__name__ and hasattr(value, "forward")
-            ):
+            if not (inspect.isclass(value) and value.__module__ == module.__name__ and hasattr(value, "forward")):
                 continue
             shallow = name.endswith(("Model", "ForCausalLM", "DecoderLayer"))
             hashed = fingerprint(value, not shallow)  # type: ignore[arg-type]  # mypy sees type[object]

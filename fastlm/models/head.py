@@ -108,9 +108,7 @@ def boundaries_from(kwargs: dict[str, Any]) -> SequenceBoundaries | None:
         cu_seqlens = kwargs["cu_seq_lens_q"]
         longest = kwargs.get("max_length_q")
         if longest is None:
-            raise ValueError(
-                "cu_seq_lens_q came without max_length_q; pass the longest sample's length as an int"
-            )
+            raise ValueError("cu_seq_lens_q came without max_length_q; pass the longest sample's length as an int")
         boundaries = SequenceBoundaries.from_cu_seqlens(cu_seqlens, int(longest), kwargs.get("position_ids"))
     return boundaries
 
@@ -145,9 +143,7 @@ def _rows(
         return hidden[0].index_select(0, positions), boundaries.targets, positions
     if labels is None:
         raise ValueError("fused_lm_head=True needs labels, shift_labels, or boundaries with label positions")
-    if (
-        boundaries is not None
-    ):  # a sample's first token is never a target, whatever the foreign collator left there
+    if boundaries is not None:  # a sample's first token is never a target, whatever the foreign collator left there
         labels = labels.masked_fill(boundaries.position_ids == 0, -100)
     return hidden[:, :-1].reshape(-1, hidden.shape[-1]), labels[:, 1:].reshape(-1), None
 
@@ -168,9 +164,7 @@ def _trl_output(
 
     obstacle = head_obstacle(model)
     if obstacle is not None:
-        raise ValueError(
-            f"head and loss cannot be fused here ({obstacle}); train lm_head through modules_to_save"
-        )
+        raise ValueError(f"head and loss cannot be fused here ({obstacle}); train lm_head through modules_to_save")
     kwargs.pop("logits_to_keep", None)
     boundaries = boundaries_from(kwargs)
     hidden = _run_backbone(model, *args, **kwargs).last_hidden_state

@@ -101,7 +101,9 @@ def _norm_options(norm: Any, form: NormForm) -> dict[str, Any]:
 def _open_norms(*norms: Any) -> list[dict[str, Any]] | None:
     """The options of norms that may be computed as part of something larger; None if one is not ours or has hooks."""
     patches = [layer_patch(norm) for norm in norms]
-    options = [_norm_options(n, p.form) for n, p in zip(norms, patches, strict=True) if p is not None and not has_hooks(n)]
+    options = [
+        _norm_options(n, p.form) for n, p in zip(norms, patches, strict=True) if p is not None and not has_hooks(n)
+    ]
     return options if len(options) == len(norms) else None
 
 
@@ -147,9 +149,7 @@ def _outputs(x: Tensor, *modules: nn.Module) -> tuple[Tensor, ...]:
     return tuple(module(x) for module in modules) if projections is None else lora_linear(x, projections)
 
 
-def _attention_forward(
-    self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
+def _attention_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """hidden_states [B, T, hidden]; with boundaries B is 1 and the samples lie one after the other."""
     patch = layer_patch(self)
     cached = kwargs.get("past_key_values") is not None or kwargs.get("cache") is not None

@@ -105,9 +105,7 @@ def unpatch(model: nn.Module) -> None:
     patched: ModelPatch | None = core.__dict__.get("_fastlm_model")
     if patched is None:
         return
-    patched.switch.on = (
-        False  # whoever captured one of our forwards (TRL's fused head does) gets stock from it
-    )
+    patched.switch.on = False  # whoever captured one of our forwards (TRL's fused head does) gets stock from it
     for module in core.modules():
         layer: LayerPatch | None = module.__dict__.pop("_fastlm", None)
         if layer is None:
@@ -131,9 +129,7 @@ def report(model: nn.Module) -> PatchReport:
     """What runs where in a patched model, as it was when patch last looked. ValueError if it is not patched."""
     core = patched_core(model)
     if core is None:
-        raise ValueError(
-            "this model is not patched; call fastlm.patch(model) or load it with FastLanguageModel"
-        )
+        raise ValueError("this model is not patched; call fastlm.patch(model) or load it with FastLanguageModel")
     return core.__dict__["_fastlm_model"].report
 
 
@@ -197,16 +193,10 @@ def _core(model: Any, wrapped_is_fine: bool = False) -> PreTrainedModel:
             ("OptimizedModule", "torch.compile"), ("DataParallel", "DataParallel"),
         ):  # fmt: skip
             if wrapper in names:
-                raise ValueError(
-                    f"the model is already wrapped by {what}; call fastlm.patch before wrapping it"
-                )
-    core = _unwrap_peft(
-        getattr(model, "_orig_mod", getattr(model, "module", model)) if wrapped_is_fine else model
-    )
+                raise ValueError(f"the model is already wrapped by {what}; call fastlm.patch before wrapping it")
+    core = _unwrap_peft(getattr(model, "_orig_mod", getattr(model, "module", model)) if wrapped_is_fine else model)
     if not isinstance(core, PreTrainedModel):
-        raise TypeError(
-            f"fastlm patches transformers models and PEFT models around them, not {type(model).__name__}"
-        )
+        raise TypeError(f"fastlm patches transformers models and PEFT models around them, not {type(model).__name__}")
     return core
 
 
@@ -275,9 +265,7 @@ def _bind(module: Any, kind: str, form: Any, switch: Switch, backends: dict[str,
         layer.previous = module.__dict__["_fastlm"].previous
     elif existing is not None:
         layer.previous = existing
-    function = (
-        head_forward_for(stock_class(module)) if kind == "head" else forward_for(kind, stock_class(module))
-    )
+    function = head_forward_for(stock_class(module)) if kind == "head" else forward_for(kind, stock_class(module))
     module.__dict__[slot] = MethodType(function, module)
     module._fastlm = layer
     return None
@@ -311,5 +299,3 @@ def _is_ours(bound: Any) -> bool:
 
 
 _FOLDER = __file__.rpartition("/")[0]
-
-

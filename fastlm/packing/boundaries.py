@@ -53,18 +53,14 @@ class SequenceBoundaries:
                 f"position_ids must be [1, T], one flattened row, got shape {list(self.position_ids.shape)}"
             )
         if self.cu_seqlens.device.type == "cpu" and int(self.cu_seqlens[-1]) != self.token_count:
-            raise ValueError(
-                f"cu_seqlens ends at {int(self.cu_seqlens[-1])}, but there are {self.token_count} tokens"
-            )
+            raise ValueError(f"cu_seqlens ends at {int(self.cu_seqlens[-1])}, but there are {self.token_count} tokens")
         if self.lengths is not None:
             if len(self.lengths) != self.sample_count:
                 raise ValueError(
                     f"there are {len(self.lengths)} lengths, but cu_seqlens holds {self.sample_count} samples"
                 )
             if sum(self.lengths) != self.token_count:
-                raise ValueError(
-                    f"lengths sum to {sum(self.lengths)}, but there are {self.token_count} tokens"
-                )
+                raise ValueError(f"lengths sum to {sum(self.lengths)}, but there are {self.token_count} tokens")
             if max(self.lengths) > self.max_length:
                 raise ValueError(
                     f"max_length is {self.max_length}, but the longest sample has {max(self.lengths)} tokens"
@@ -91,9 +87,7 @@ class SequenceBoundaries:
         """
         host = np.asarray(lengths)
         if host.ndim != 1 or host.size == 0:
-            raise ValueError(
-                f"lengths must be a non-empty list of integers, got an array of shape {host.shape}"
-            )
+            raise ValueError(f"lengths must be a non-empty list of integers, got an array of shape {host.shape}")
         if host.dtype.kind not in "iu":
             raise TypeError(f"lengths must be integers, got {host.dtype}")
         if int(host.min()) < 1:

@@ -79,9 +79,7 @@ def pack_dataset(dataset: "Dataset", max_length: int, *, seed: int = 0) -> "Data
 
 def _column(dataset: "Dataset", name: str) -> "pa.ChunkedArray":
     if name not in dataset.column_names:
-        raise ValueError(
-            f"the data set has no column {name!r}, only {dataset.column_names}: tokenise it first"
-        )
+        raise ValueError(f"the data set has no column {name!r}, only {dataset.column_names}: tokenise it first")
     return dataset.select_columns([name]).with_format("arrow")[:].column(0)  # applies select and shuffle
 
 
@@ -90,9 +88,7 @@ def _list_lengths(column: "pa.ChunkedArray") -> np.ndarray:
 
     lengths = pc.list_value_length(column)
     if lengths.null_count:
-        raise ValueError(
-            f"{lengths.null_count} samples have no value at all in a column of tokens: drop them"
-        )
+        raise ValueError(f"{lengths.null_count} samples have no value at all in a column of tokens: drop them")
     return lengths.to_numpy().astype(np.int64)
 
 

@@ -23,32 +23,24 @@ def format_rows(dataset: Any, formatting_func: Callable[..., Any], text_field: s
         return None
     columns = list(first[0])
     if _takes_batches(formatting_func, first):
-        return dataset.map(
-            _batch, batched=True, remove_columns=columns, fn_kwargs=_named(formatting_func, text_field)
-        )
+        return dataset.map(_batch, batched=True, remove_columns=columns, fn_kwargs=_named(formatting_func, text_field))
     if not _is_strings(result):
         raise ValueError(
             "formatting_func must return a string, or a list of strings, for an example; "
             f"for the first one it returned {result!r:.200}"
         )
-    return dataset.map(
-        _rows, batched=True, remove_columns=columns, fn_kwargs=_named(formatting_func, text_field)
-    )
+    return dataset.map(_rows, batched=True, remove_columns=columns, fn_kwargs=_named(formatting_func, text_field))
 
 
 def _named(function: Callable[..., Any], text_field: str) -> dict[str, Any]:
     return {"function": function, "text_field": text_field}
 
 
-def _batch(
-    batch: Mapping[str, list[Any]], function: Callable[..., Any], text_field: str
-) -> dict[str, list[str]]:
+def _batch(batch: Mapping[str, list[Any]], function: Callable[..., Any], text_field: str) -> dict[str, list[str]]:
     return {text_field: function(dict(batch))}
 
 
-def _rows(
-    batch: Mapping[str, list[Any]], function: Callable[..., Any], text_field: str
-) -> dict[str, list[str]]:
+def _rows(batch: Mapping[str, list[Any]], function: Callable[..., Any], text_field: str) -> dict[str, list[str]]:
     examples = (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
     return {text_field: [text for example in examples for text in function(example)]}
 

@@ -55,9 +55,7 @@ def _warmup_ratio(ratio: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"warmup_ratio={ratio!r} must lie between 0 and 1")
     steps = given.get("warmup_steps", 0)
     if ratio and steps and steps != ratio:
-        raise ValueError(
-            f"warmup_ratio={ratio!r} and warmup_steps={steps!r} contradict each other: keep warmup_steps"
-        )
+        raise ValueError(f"warmup_ratio={ratio!r} and warmup_steps={steps!r} contradict each other: keep warmup_steps")
     # 1.0 would read as one step; the float below it still rounds up to all of them
     return {"warmup_steps": min(float(ratio), math.nextafter(1.0, 0.0))} if ratio else {}
 
@@ -71,18 +69,14 @@ def _inside(holder: str, key: str) -> _OldName:
             raise ValueError(f"{holder} is read from {held!r}: put {key} into that file")
         held = dict(held) if isinstance(held, Mapping) else dict(vars(held)) if held is not None else {}
         if held.get(key) not in (None, value):
-            raise ValueError(
-                f"{holder}[{key!r}]={held[key]!r} and the old name's {value!r} contradict each other"
-            )
+            raise ValueError(f"{holder}[{key!r}]={held[key]!r} and the old name's {value!r} contradict each other")
         return {holder: {**held, key: value}}
 
     return _OldName(f"{holder}={{{key!r}: ...}}", convert)
 
 
 def _organization(value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    name = given.get("hub_model_id") or os.path.basename(
-        os.path.abspath(given.get("output_dir") or "trainer_output")
-    )
+    name = given.get("hub_model_id") or os.path.basename(os.path.abspath(given.get("output_dir") or "trainer_output"))
     organization, _, name = name.rpartition("/")
     if organization not in ("", value):
         raise ValueError(

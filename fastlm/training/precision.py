@@ -29,9 +29,7 @@ def settle_precision(
     cpu = device_type == "cpu"
     name = str(dtype).removeprefix("torch.")
     if cpu and config.fp16 and dtype != torch.bfloat16:
-        raise ValueError(
-            "fp16=True needs a GPU: its autocast and loss scaling do not exist on a CPU; leave it out"
-        )
+        raise ValueError("fp16=True needs a GPU: its autocast and loss scaling do not exist on a CPU; leave it out")
     asked_bf16 = "bf16" in given and config.bf16
     wanted: str | None = None
     if dtype == torch.float32:

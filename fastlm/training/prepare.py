@@ -85,12 +85,7 @@ def _check_columns(example: dict[str, Any], config: Any, formatting_func: Any, n
     if {"prompt", "completion"} <= example.keys() or "messages" in example:
         return
     turns = example.get("conversations")
-    if (
-        isinstance(turns, list)
-        and turns
-        and isinstance(turns[0], dict)
-        and {"from", "value"} <= turns[0].keys()
-    ):
+    if isinstance(turns, list) and turns and isinstance(turns[0], dict) and {"from", "value"} <= turns[0].keys():
         return
     if text not in example:
         raise ValueError(
@@ -133,14 +128,10 @@ def _row_facts(dataset: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
         label_lengths, labels = _lists(table, "labels")
         if not np.array_equal(row_lengths, label_lengths):
             row = sum(map(len, lengths)) + int(np.argmax(row_lengths != label_lengths))
-            raise ValueError(
-                f"row {row} of the {name} data set has input_ids and labels of different lengths"
-            )
+            raise ValueError(f"row {row} of the {name} data set has input_ids and labels of different lengths")
         sample_lengths = _lists(table, "seq_lengths")[1].astype(np.int64) if packed else row_lengths
         if sample_lengths.sum() != row_lengths.sum():
-            raise ValueError(
-                f"seq_lengths of the {name} data set do not sum to the rows' lengths: pack it again"
-            )
+            raise ValueError(f"seq_lengths of the {name} data set do not sum to the rows' lengths: pack it again")
         starts = np.cumsum(sample_lengths) - sample_lengths
         is_target = labels != IGNORE_INDEX
         is_target[starts[starts < len(is_target)]] = False
@@ -171,9 +162,7 @@ def _strip(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
     out: dict[str, list[Any]] = {"input_ids": [], "labels": []}
     for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
         if len(mask) != len(ids):
-            raise ValueError(
-                f"a row has {len(ids)} input_ids and an attention_mask of {len(mask)}: they must be equal"
-            )
+            raise ValueError(f"a row has {len(ids)} input_ids and an attention_mask of {len(mask)}: they must be equal")
         seen = np.flatnonzero(mask)
         first, last = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
         if len(seen) != last - first:
@@ -188,9 +177,7 @@ def _strip(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 def _cut(dataset: Any, config: Any, name: str) -> Any:
     if config.truncation_mode not in ("keep_start", "keep_end"):
-        raise ValueError(
-            f"truncation_mode must be 'keep_start' or 'keep_end', not {config.truncation_mode!r}"
-        )
+        raise ValueError(f"truncation_mode must be 'keep_start' or 'keep_end', not {config.truncation_mode!r}")
     return dataset.map(
         _cut_rows, batched=True, num_proc=config.dataset_num_proc, desc=f"Truncating {name} dataset",
         fn_kwargs={"limit": config.max_length, "from_end": config.truncation_mode == "keep_end"},
@@ -199,9 +186,7 @@ def _cut(dataset: Any, config: Any, name: str) -> Any:
 
 def _cut_rows(batch: dict[str, list[Any]], limit: int, from_end: bool) -> dict[str, list[Any]]:
     kept = slice(-limit, None) if from_end else slice(None, limit)
-    out: dict[str, list[Any]] = {
-        column: [row[kept] for row in batch[column]] for column in ("input_ids", "labels")
-    }
+    out: dict[str, list[Any]] = {column: [row[kept] for row in batch[column]] for column in ("input_ids", "labels")}
     if "seq_lengths" in batch:  # samples of a row that was packed before it came here
         step = -1 if from_end else 1
         out["seq_lengths"] = [_first(lengths[::step], limit)[::step] for lengths in batch["seq_lengths"]]
@@ -237,18 +222,13 @@ def _with_targets(
         )
     if state.voice.speaks and counts.cut:
         _warn(
-            f"{counts.cut} of {counts.samples} {name} rows were longer than "
-            f"max_length={config.max_length} and were cut"
+            f"{counts.cut} of {counts.samples} {name} rows were longer than max_length={config.max_length} and were cut"
         )
     if not counts.dropped:
         return dataset
     if state.voice.speaks:
-        detail = (
-            f", {lost} of them because max_length={config.max_length} cut their answer off" if lost else ""
-        )
-        _warn(
-            f"{counts.dropped} of {counts.samples} {name} rows had no token to learn and were dropped{detail}"
-        )
+        detail = f", {lost} of them because max_length={config.max_length} cut their answer off" if lost else ""
+        _warn(f"{counts.dropped} of {counts.samples} {name} rows had no token to learn and were dropped{detail}")
     return dataset.select(np.flatnonzero(keep))
 
 

@@ -31,9 +31,7 @@ def install() -> None:
     """Wrap transformers' and TRL's trainer classes in place. Calling it again does nothing."""
     from transformers import Trainer, TrainingArguments
 
-    _replace(
-        TrainingArguments, "__init__", lambda original: legacy.remember_call(TrainingArguments, sft=False)
-    )
+    _replace(TrainingArguments, "__init__", lambda original: legacy.remember_call(TrainingArguments, sft=False))
     _replace(Trainer, "__init__", lambda original: _method(original, _trainer_init))
     if importlib.util.find_spec("trl") is None:
         return
@@ -128,11 +126,7 @@ def _settle_names(given_config: Any, old: dict[str, Any], core: Any) -> tuple[An
     level = 4  # _settle_names, _sft_init, the method, the user's line
     legacy.warn_old_names(given_config, stacklevel=level)
     if given_config is None:
-        name = (
-            str(getattr(core.config, "_name_or_path", "") or type(core).__name__)
-            .rstrip("/")
-            .rpartition("/")[2]
-        )
+        name = str(getattr(core.config, "_name_or_path", "") or type(core).__name__).rstrip("/").rpartition("/")[2]
         config = SFTConfig(f"{name}-SFT")
         given = frozenset[str]()
     elif isinstance(given_config, TrainingArguments) and not isinstance(given_config, SFTConfig):
@@ -165,12 +159,16 @@ def _settle_max_length(config: Any, core: Any, given: frozenset[str], state: Sta
 
 def _settle_checkpointing(config: Any, core: Any, given: frozenset[str]) -> None:
     """An explicit value wins, then the model's own setting; TRL's default of True is not explicit."""
+    # transformers 5.24 calls it activation_checkpointing, keeps the old name beside it and reads the new one only
+    names = {name for name in ("gradient_checkpointing", "activation_checkpointing") if hasattr(config, name)}
     setting = getattr(core, "_fastlm_checkpointing", None)
-    if "gradient_checkpointing" in given or setting is None:
+    if given & names or setting is None:
         setting = config.gradient_checkpointing
-    config.gradient_checkpointing = bool(setting)
-    if not config.gradient_checkpointing and core.is_gradient_checkpointing:
-        core.gradient_checkpointing_disable()
+    for name in names:
+        setattr(config, name, bool(setting))
+    if not setting and any(getattr(module, "gradient_checkpointing", False) for module in core.modules()):
+        new_name = getattr(core, "activation_checkpointing_disable", None)
+        (new_name or core.gradient_checkpointing_disable)()
 
 
 def _settle_throughput(config: Any, given: frozenset[str], state: State) -> None:
@@ -328,9 +326,7 @@ def _get_test_dataloader(original: Callable[..., Any], trainer: Any, *args: Any,
     return _with_padded_collator(original, trainer, swap, *args, **kwargs)
 
 
-def _with_padded_collator(
-    original: Callable[..., Any], trainer: Any, swap: bool, *args: Any, **kwargs: Any
-) -> Any:
+def _with_padded_collator(original: Callable[..., Any], trainer: Any, swap: bool, *args: Any, **kwargs: Any) -> Any:
     if not swap:
         return original(trainer, *args, **kwargs)
     ours, trainer.data_collator = trainer.data_collator, state_of(trainer).padded_collator  # type: ignore[union-attr]

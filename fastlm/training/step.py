@@ -118,9 +118,7 @@ def _token_count(inputs: dict[str, Any]) -> Tensor | int:
 
 def _note(trainer: Any, state: State, mode: str, count: Tensor, outputs: Any, tokens: Tensor | int) -> None:
     """Append this micro-step's row, float32 on the device: targets, entropies, targets predicted, tokens."""
-    tokens = (
-        tokens.float() if isinstance(tokens, Tensor) else torch.full_like(count, tokens, dtype=torch.float32)
-    )
+    tokens = tokens.float() if isinstance(tokens, Tensor) else torch.full_like(count, tokens, dtype=torch.float32)
     sums = (count, outputs.entropy.detach().sum(), outputs.is_top1.sum(), tokens)
     row = torch.stack([value.float() for value in sums])[None]  # [1, 4]
     if trainer.accelerator.num_processes > 1:  # here, not in log: a callback may log on one rank only

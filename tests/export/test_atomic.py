@@ -67,9 +67,7 @@ def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "a file"
 
 
-def test_too_little_space_is_said_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
 
     def usage(path: Path) -> Usage:

@@ -80,9 +80,7 @@ def test_e_merge_noop_counts_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "variant", [{"use_rslora": True}, {"use_dora": True}, {"use_rslora": True, "use_dora": True}]
-)
+@pytest.mark.parametrize("variant", [{"use_rslora": True}, {"use_dora": True}, {"use_rslora": True, "use_dora": True}])
 def test_d_dora_rslora_dropped(variant: dict[str, bool], tmp_path: Path) -> None:
     """Equal to PEFT's own merge, scale 4 and not 2 for rsLoRA with r 4 and alpha 8, magnitudes included."""
     model = add_lora(tiny_model(), **variant)
@@ -114,9 +112,7 @@ def test_several_adapters_and_merged_ones(tmp_path: Path) -> None:
 
 def test_mixture_of_experts_keeps_its_checkpoint_layout(tmp_path: Path) -> None:
     """Experts that are fused in memory lie apart in the file, as the family's own checkpoints have them."""
-    model = add_lora(
-        tiny_model("qwen3_moe", **MOE), target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"]
-    )
+    model = add_lora(tiny_model("qwen3_moe", **MOE), target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
     live = merged(model, tmp_path / "out")
     assert relative_error(logits(live), logits(model)) < 1e-5
     model.get_base_model().__class__.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "stock")
@@ -129,10 +125,7 @@ def test_sixteen_bits_round_once(tmp_path: Path) -> None:
     live = merged(model, tmp_path / "out")
     assert live.dtype == torch.bfloat16
     layer = model.get_base_model().model.layers[0].self_attn.q_proj
-    exact = (
-        layer.base_layer.weight.float()
-        + 2.0 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
-    )
+    exact = layer.base_layer.weight.float() + 2.0 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
     assert torch.equal(live.model.layers[0].self_attn.q_proj.weight, exact.bfloat16())
 
 
@@ -179,9 +172,7 @@ def test_repacked_4bit_weights_are_read_as_they_compute(tmp_path: Path) -> None:
     packed = (layer.weight.data.clone(), layer.weight.quant_state.absmax.clone())
     after = merging._dequantise(layer, "weight")
     assert ((after - before).abs() <= before.abs() * 2**-7).all()
-    assert torch.equal(layer.weight.data, packed[0]) and torch.equal(
-        layer.weight.quant_state.absmax, packed[1]
-    )
+    assert torch.equal(layer.weight.data, packed[0]) and torch.equal(layer.weight.quant_state.absmax, packed[1])
 
 
 def test_eight_bits_are_dequantised(tmp_path: Path) -> None:
@@ -196,9 +187,7 @@ def test_eight_bits_are_dequantised(tmp_path: Path) -> None:
 
 def trained_tables(tied: bool, modules: list[str], **config: Any) -> Any:
     """A model whose saved modules have moved, each in its own direction where it is its own."""
-    model = add_lora(
-        tiny_model(tie_word_embeddings=tied), target_modules=["q_proj"], modules_to_save=modules, **config
-    )
+    model = add_lora(tiny_model(tie_word_embeddings=tied), target_modules=["q_proj"], modules_to_save=modules, **config)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and "lora_" not in name:
             parameter.data += torch.randn_like(parameter) * 0.05
@@ -237,9 +226,7 @@ def test_d_tied_drift_through_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize(
-    "config", [{"target_modules": ["embed_tokens"]}, {"trainable_token_indices": [3, 7]}]
-)
+@pytest.mark.parametrize("config", [{"target_modules": ["embed_tokens"]}, {"trainable_token_indices": [3, 7]}])
 def test_adapted_embeddings(config: dict[str, Any], tmp_path: Path) -> None:
     model = add_lora(tiny_model(tie_word_embeddings=True), **{"target_modules": ["q_proj"], **config})
     for name, parameter in model.named_parameters():
@@ -271,9 +258,7 @@ def test_e_sidefiles_lost(tmp_path: Path) -> None:
     assert core.config.use_cache is False
 
 
-def test_generation_settings_that_cannot_be_saved_as_they_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_generation_settings_that_cannot_be_saved_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     model = tiny_model()
     model.generation_config.temperature = 0.6
     save_merged(model, tiny_tokenizer(), tmp_path / "out")

@@ -22,9 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _runs_kernels = HAS_TRITON and (DEVICE == "cuda" or interpreting())
-kernel_test = pytest.mark.skipif(
-    not _runs_kernels, reason="runs in the child process of the interpreter test"
-)
+kernel_test = pytest.mark.skipif(not _runs_kernels, reason="runs in the child process of the interpreter test")
 cpu_path_test = pytest.mark.skipif(interpreting(), reason="a CPU tensor takes the kernel path here")
 
 
@@ -99,9 +97,7 @@ def double_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().double().requires_grad_(tensor.requires_grad)
 
 
-def gradients(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], incoming: Sequence[Tensor]
-) -> list[Tensor]:
+def gradients(outputs: Sequence[Tensor], inputs: Sequence[Tensor], incoming: Sequence[Tensor]) -> list[Tensor]:
     """The outputs and the inputs' gradients in one list, detached; `incoming` takes the outputs' dtypes."""
     incoming = [grad.to(output.dtype) for grad, output in zip(incoming, outputs, strict=True)]
     return [t.detach() for t in (*outputs, *torch.autograd.grad(list(outputs), list(inputs), incoming))]

@@ -56,9 +56,7 @@ def dense(
     return torch.einsum("hij,jhd->ihd", p[..., : len(q)], v)
 
 
-def stock(
-    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], backend: str | None, **options: Any
-) -> Tensor:
+def stock(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], backend: str | None, **options: Any) -> Tensor:
     """What torch makes of the same over one T x T mask: its attention function, or the formula for eager."""
     if backend == "eager" or options.get("softcap") or options.get("sinks") is not None:
         return dense(q, k, v, lengths, **options)
@@ -123,24 +121,18 @@ def test_blocks_of_queries(backend: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(attention_backends, "_QUERY_BLOCK", 4)
     masks = []
     visible = attention_backends._visible
-    monkeypatch.setattr(
-        attention_backends, "_visible", lambda *args: masks.append(visible(*args)) or masks[-1]
-    )
+    monkeypatch.setattr(attention_backends, "_visible", lambda *args: masks.append(visible(*args)) or masks[-1])
     three_way(leaves(), LENGTHS, backend, window=3)
     assert masks and max(mask.numel() for mask in masks) <= 4 * (4 + 3 - 1)
     three_way(leaves(), LENGTHS, backend)
 
 
-def seen(
-    tokens: int, lengths: tuple[int, ...], backend: str, window: int | None, **kind: Any
-) -> list[list[int]]:
+def seen(tokens: int, lengths: tuple[int, ...], backend: str, window: int | None, **kind: Any) -> list[list[int]]:
     """For each token, the tokens whose value reaches its output."""
     q, k, v = leaves(lengths, heads=1, key_heads=1, **kind)
     cu = boundaries(lengths, q.device.type)
     output = attention(q, k, v, cu, max(lengths), window=window, backend=backend)
-    rows = [
-        torch.autograd.grad(output[i].sum(), v, retain_graph=True)[0].abs().sum((1, 2)) for i in range(tokens)
-    ]
+    rows = [torch.autograd.grad(output[i].sum(), v, retain_graph=True)[0].abs().sum((1, 2)) for i in range(tokens)]
     return [row.nonzero().flatten().tolist() for row in rows]
 
 
@@ -256,9 +248,7 @@ def test_eager_equals_transformers(family: str, dtype: torch.dtype) -> None:
     qkv = [x.transpose(0, 1)[None] for x in inputs]
     options: dict[str, Any] = dict(window=5, scale=0.3)
     if family == "gemma2":
-        eager = modeling_gemma2.eager_attention_forward(
-            layer, *qkv, mask[None, None], scaling=0.3, softcap=2.0
-        )
+        eager = modeling_gemma2.eager_attention_forward(layer, *qkv, mask[None, None], scaling=0.3, softcap=2.0)
         options["softcap"] = 2.0
     else:
         eager = modeling_gpt_oss.eager_attention_forward(layer, *qkv, mask[None, None], scaling=0.3)
@@ -301,9 +291,9 @@ def test_choice() -> None:
     assert choice() == choice((8, 0)) == choice(window=4) == choice(long_samples=True) == "varlen"
     assert choice(dtype=torch.float16) == choice(head_dim=256) == choice((12, 0)) == "varlen"
     assert choice(softcap=50.0) == choice(sinks=True) == choice((8, 0), softcap=50.0, window=4) == "triton"
-    assert choice(head_dim=68) == choice(dtype=torch.float32, softcap=50.0) == "triton"
-    assert choice((7, 5), torch.float16) == choice((7, 5), torch.float32, window=4) == "efficient"
-    assert choice(dtype=torch.float32) == "efficient"
+    assert choice(head_dim=68) == "triton" and choice(dtype=torch.float32, softcap=50.0) == "eager"
+    assert choice((7, 5), torch.float16) == choice((7, 5), torch.float32, window=4) == "sdpa"
+    assert choice((7, 5), torch.float16, backend="efficient") == "efficient" and choice(dtype=torch.float32) == "sdpa"
     assert choice((7, 5)) == choice(None) == choice(head_dim=512) == choice(dtype=torch.float64) == "sdpa"
     assert choice((7, 5), torch.float16, softcap=50.0) == choice(None, softcap=50.0) == "eager"
     assert choice(backend="sdpa") == "sdpa" and choice(backend="eager") == "eager"
@@ -320,8 +310,8 @@ def test_choice_with_packages(packages: set[str]) -> None:
         assert choice(backend=name) == name
     packages.remove("triton")  # on Windows
     choose_backend.cache_clear()
-    assert choice(softcap=30.0) == "flash3" and choice((8, 0), softcap=30.0) == "flash2"
-    assert choice(sinks=True) == "eager" and choice((7, 5), torch.float16) == "efficient"
+    assert choice(softcap=30.0) == choice((8, 0), softcap=30.0) == choice(sinks=True) == "eager"
+    assert choice(softcap=30.0, backend="flash3") == "flash3" and choice((7, 5), torch.float16) == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -450,9 +440,7 @@ def test_how_the_flash_packages_are_called(
 def test_how_efficient_is_called(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the names in the installed torch's schemas; key heads repeated, their gradients summed."""
     calls, aten = [], torch.ops.aten
-    schemas = [
-        getattr(aten, f"_efficient_attention_{way}").default._schema for way in ("forward", "backward")
-    ]
+    schemas = [getattr(aten, f"_efficient_attention_{way}").default._schema for way in ("forward", "backward")]
 
     def record(index: int, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
         names = [argument.name for argument in schemas[index].arguments]
@@ -591,9 +579,7 @@ def test_gpu_softcap_and_sinks(dtype: torch.dtype, window: int | None) -> None:
     above, cu = torch.randn(inputs[0].shape, device="cuda"), boundaries(GPU_LENGTHS, "cuda")
     results = []
     for backend in (None, "eager"):
-        output = attention(
-            *inputs[:3], cu, 257, window=window, softcap=20.0, sinks=inputs[3], backend=backend
-        )
+        output = attention(*inputs[:3], cu, 257, window=window, softcap=20.0, sinks=inputs[3], backend=backend)
         results.append(with_gradients(output, inputs, above))
     for a, b in zip(*results, strict=True):
         assert relative_error(a, b) < (1e-5 if dtype == torch.float32 else 3e-2)

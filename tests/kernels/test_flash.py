@@ -146,9 +146,7 @@ def test_a_single_key_is_copied(lengths: tuple[int, ...], window: int | None) ->
     dout = torch.randn_like(inputs[0])
     out, dq, dk, dv = both_ways(inputs, lengths, dout, window=window)
     assert torch.equal(out, inputs[2])
-    torch.testing.assert_close(
-        dv, dout, rtol=1e-6, atol=0.0
-    )  # a compiler may fuse p's product and difference
+    torch.testing.assert_close(dv, dout, rtol=1e-6, atol=0.0)  # a compiler may fuse p's product and difference
     assert float(dq.abs().max()) < 1e-5 and float(dk.abs().max()) < 1e-5
 
 

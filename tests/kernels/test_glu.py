@@ -45,9 +45,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.randn(shape, dtype=torch.float32, device=DEVICE) * 2).to(dtype).requires_grad_()
 
 
-def both_ways(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor], dout: Tensor, activation: str
-) -> list[Tensor]:
+def both_ways(function: Callable[..., Tensor], inputs: Sequence[Tensor], dout: Tensor, activation: str) -> list[Tensor]:
     return gradients([function(*inputs, activation)], inputs, [dout])
 
 
@@ -100,15 +98,11 @@ def test_mixed_dtypes_promote_like_torch() -> None:
     inputs, dout = [leaf(3, 96, dtype=torch.bfloat16), leaf(3, 96)], leaf(3, 96)
     results = both_ways(glu, inputs, dout, "silu")
     assert [tensor.dtype for tensor in results] == [torch.float32, torch.bfloat16, torch.float32]
-    assert_three_way(
-        results, both_ways(glu_reference, inputs, dout, "silu"), truth(inputs, dout, "silu"), ulps=ULPS
-    )
+    assert_three_way(results, both_ways(glu_reference, inputs, dout, "silu"), truth(inputs, dout, "silu"), ulps=ULPS)
 
 
 @kernel_test
-@pytest.mark.parametrize(
-    "view", ["half of a packed", "every other row", "expanded rows", "transposed", "expanded all"]
-)
+@pytest.mark.parametrize("view", ["half of a packed", "every other row", "expanded rows", "transposed", "expanded all"])
 def test_any_strides_of_input_and_gradient(view: str) -> None:
     views: dict[str, Callable[[], Tensor]] = {
         "half of a packed": lambda: leaf(4, 3, 128)[..., 64:],
@@ -143,9 +137,7 @@ def test_c_gelu_flavour() -> None:
     gate = torch.linspace(-4, 4, 161, device=DEVICE)
     gate = torch.cat((gate, torch.tensor([-2.699, 2.699], device=DEVICE))).requires_grad_()
     up = torch.ones_like(gate).requires_grad_()
-    results = {
-        name: both_ways(glu, [gate, up], torch.ones_like(gate), name) for name in ("gelu", "gelu_tanh")
-    }
+    results = {name: both_ways(glu, [gate, up], torch.ones_like(gate), name) for name in ("gelu", "gelu_tanh")}
     for name, values in results.items():
         for ours, exact in zip(values, truth([gate, up], torch.ones_like(gate), name), strict=True):
             torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
@@ -158,12 +150,8 @@ def test_c_gelu_flavour() -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_c_fp16_gated_overflow(activation: str) -> None:
     """260 * 260 = 67,600 > 65,504: finite, and so are the gradients, whose intermediates overflow too."""
-    gate = torch.tensor(
-        [[260.0, 260.0, -260.0, 300.0, 1.5]], dtype=torch.float16, device=DEVICE
-    ).requires_grad_()
-    up = torch.tensor(
-        [[260.0, -260.0, 260.0, 200.0, 2.0]], dtype=torch.float16, device=DEVICE
-    ).requires_grad_()
+    gate = torch.tensor([[260.0, 260.0, -260.0, 300.0, 1.5]], dtype=torch.float16, device=DEVICE).requires_grad_()
+    up = torch.tensor([[260.0, -260.0, 260.0, 200.0, 2.0]], dtype=torch.float16, device=DEVICE).requires_grad_()
     dout = torch.tensor([[0.5, 0.5, 0.5, 200.0, 1.0]], dtype=torch.float16, device=DEVICE)
     ours, reference = (both_ways(f, [gate, up], dout, activation) for f in (glu, glu_reference))
     assert ours[0][0, :2].tolist() == [65504.0, -65504.0]

@@ -154,9 +154,7 @@ def test_rows_three_way(dtype: torch.dtype, case: str, vocabulary: int) -> None:
     targets[4] = logits[4].argmax()
     factor = torch.randn(5, device=DEVICE) if case in ("plain", "all") else None
     ours, top1 = rows_both_ways(cross_entropy_rows, logits, targets, factor, CASES[case])
-    theirs, reference_top1 = rows_both_ways(
-        cross_entropy_rows_reference, logits, targets, factor, CASES[case]
-    )
+    theirs, reference_top1 = rows_both_ways(cross_entropy_rows_reference, logits, targets, factor, CASES[case])
     truth, true_top1 = rows_truth(logits, targets, factor, CASES[case])
     assert_three_way(ours, theirs, truth, ulps=ULPS)
     assert torch.equal(top1, true_top1) and torch.equal(reference_top1, true_top1)
@@ -170,9 +168,7 @@ def test_rows_without_gradient_leave_the_logits_alone() -> None:
     results = RowStatistics.empty(3, torch.float32, logits.device, statistics=False)
     cross_entropy_rows(logits, targets, results, RowLoss())
     assert torch.equal(logits, before)
-    torch.testing.assert_close(
-        results.loss, F.cross_entropy(logits, targets, reduction="none"), rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(results.loss, F.cross_entropy(logits, targets, reduction="none"), rtol=1e-6, atol=0)
 
 
 @kernel_test
@@ -265,9 +261,7 @@ def test_three_way(dtype: torch.dtype, case: str, weighted: bool) -> None:
 
 @cpu_path_test
 @pytest.mark.parametrize("weighted", [True, False], ids=["row_weight", "per row"])
-@pytest.mark.parametrize(
-    "trained", ["hidden", "weight", "bias", "hidden weight", "hidden bias", "hidden weight bias"]
-)
+@pytest.mark.parametrize("trained", ["hidden", "weight", "bias", "hidden weight", "hidden bias", "hidden weight bias"])
 def test_any_input_may_be_frozen(trained: str, weighted: bool) -> None:
     inputs = Inputs()
     every = dict(zip(("hidden", "weight", "bias"), inputs.leaves, strict=True))
@@ -447,9 +441,7 @@ def test_label_smoothing_equals_transformers(padded: bool) -> None:
     count = (inputs.targets != -100).sum()
     ours = inputs.ours(label_smoothing=0.1, row_weight=(1 / count).expand(21).float()).loss
     torch.testing.assert_close(ours, theirs, rtol=FP32, atol=0)
-    for a, b in zip(
-        torch.autograd.grad(ours, inputs.leaves), torch.autograd.grad(theirs, inputs.leaves), strict=True
-    ):
+    for a, b in zip(torch.autograd.grad(ours, inputs.leaves), torch.autograd.grad(theirs, inputs.leaves), strict=True):
         assert relative_error(a, b) < 1e-5
 
 
@@ -504,9 +496,7 @@ def test_fp16_gradients_survive_a_large_denominator() -> None:
     inputs = Inputs(torch.float16)
     inputs.row_weight = torch.full((21,), 2.0**-20, device=DEVICE)
     scaled = torch.autograd.grad(inputs.ours(row_weight=inputs.row_weight).loss * 2**20, inputs.leaves)
-    unscaled = torch.autograd.grad(
-        inputs.ours(row_weight=torch.ones_like(inputs.row_weight)).loss, inputs.leaves
-    )
+    unscaled = torch.autograd.grad(inputs.ours(row_weight=torch.ones_like(inputs.row_weight)).loss, inputs.leaves)
     late = torch.autograd.grad((inputs.ours().loss * 2**-20).sum() * 2**20, inputs.leaves)
     for a, b, c in zip(scaled, unscaled, late, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c) and a.abs().max() > 0

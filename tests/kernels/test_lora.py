@@ -12,7 +12,9 @@ from tests.tiny import relative_error
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def projection(inputs: int, outputs: int, dtype: torch.dtype, *, rank: int | None = 4, bias: bool = False) -> Projection:
+def projection(
+    inputs: int, outputs: int, dtype: torch.dtype, *, rank: int | None = 4, bias: bool = False
+) -> Projection:
     weight = (torch.randn(outputs, inputs, device=DEVICE) / inputs**0.5).to(dtype)
     a = b = None
     if rank is not None:
@@ -82,9 +84,7 @@ def test_strided_and_expanded_inputs_and_gradients():
     p = projection(24, 40, torch.float32)
     x = torch.randn(6, 2, 24, device=DEVICE).transpose(0, 1)[:, ::2]
     dout = torch.randn(1, 1, 40, device=DEVICE).expand(2, 3, 40)
-    for got, wanted in zip(
-        run(lora_linear, x, [p], [dout]), run(lora_linear_reference, x, [p], [dout]), strict=True
-    ):
+    for got, wanted in zip(run(lora_linear, x, [p], [dout]), run(lora_linear_reference, x, [p], [dout]), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -103,7 +103,11 @@ def test_under_autocast_parameters_keep_their_own_dtype():
 
 
 def test_saved_tensors_are_not_written_and_a_second_backward_is_torchs_error():
-    projections = [projection(24, 40, torch.float32), projection(24, 40, torch.float32), projection(40, 24, torch.float32)]
+    projections = [
+        projection(24, 40, torch.float32),
+        projection(24, 40, torch.float32),
+        projection(40, 24, torch.float32),
+    ]
     x = torch.randn(3, 24, device=DEVICE, requires_grad=True)
     kept = x.detach().clone()
     out = lora_mlp(x, *projections, "silu")

@@ -55,9 +55,7 @@ def tables(angles: Tensor, layout: str, dtype: torch.dtype = torch.float32) -> t
     return (angles.cos() * 1.25).to(dtype), (angles.sin() * 1.25).to(dtype)
 
 
-def random_tables(
-    batch: int, tokens: int, rotated: int, layout: str, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def random_tables(batch: int, tokens: int, rotated: int, layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return tables(torch.rand(batch, tokens, rotated // 2, device=DEVICE) * 50, layout, dtype)
 
 
@@ -85,9 +83,7 @@ def truth(inputs: Sequence[Tensor], incoming: Sequence[Tensor], layout: str) -> 
             first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
         turned = torch.complex(first, second) * turn
         dim = -1 if layout.startswith("interleaved") else -2
-        return torch.cat(
-            (torch.stack((turned.real, turned.imag), dim=dim).flatten(-2), x[..., 2 * pairs :]), dim=-1
-        )
+        return torch.cat((torch.stack((turned.real, turned.imag), dim=dim).flatten(-2), x[..., 2 * pairs :]), dim=-1)
 
     return gradients([rotate(q), rotate(k)], [q, k], incoming)
 
@@ -126,9 +122,7 @@ def test_fp32_tables_for_bf16_heads() -> None:
     incoming = [torch.randn_like(tensor) for tensor in inputs[:2]]
     results = both_ways(rope, inputs, incoming)
     assert {tensor.dtype for tensor in results} == {torch.bfloat16}
-    assert_three_way(
-        results, both_ways(rope_reference, inputs, incoming), truth(inputs, incoming, "half"), ulps=0.5
-    )
+    assert_three_way(results, both_ways(rope_reference, inputs, incoming), truth(inputs, incoming, "half"), ulps=0.5)
 
 
 @kernel_test
@@ -176,9 +170,7 @@ def test_backward_is_the_transpose() -> None:
     q, k = leaf(1, 5, 3, 64).detach(), leaf(1, 5, 2, 64).detach()
     cos, sin = random_tables(1, 5, 64, "half", torch.float32)
     dq, dk = torch.randn_like(q), torch.randn_like(k)
-    for out, x, grad, dx in zip(
-        rope(q, k, cos, sin), (q, k), (dq, dk), rope_bwd(dq, dk, cos, sin), strict=True
-    ):
+    for out, x, grad, dx in zip(rope(q, k, cos, sin), (q, k), (dq, dk), rope_bwd(dq, dk, cos, sin), strict=True):
         left, right = (out.double() * grad).sum(), (dx.double() * x).sum()
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-4)
 
@@ -232,9 +224,7 @@ def test_c_partial_rotary(head_dim: int, rotated: int) -> None:
     odd = q.detach().clone()
     odd[..., rotated:] = torch.tensor([0x7FC12345], dtype=torch.int32, device=DEVICE).view(torch.float32)
     passed = rope(odd, k.detach(), cos, sin)[0][..., rotated:]
-    assert torch.equal(
-        passed.contiguous().view(torch.int32), odd[..., rotated:].contiguous().view(torch.int32)
-    )
+    assert torch.equal(passed.contiguous().view(torch.int32), odd[..., rotated:].contiguous().view(torch.int32))
 
 
 @kernel_test
@@ -281,9 +271,7 @@ def test_c_int32_offset_full_size(layout: str) -> None:
     incoming = [torch.randn_like(q), torch.randn_like(k)]
     results = both_ways(rope, [q, k, cos, sin], incoming, layout=layout)
     tail = [t.detach()[:, -3:].clone().requires_grad_() for t in (q, k)]
-    expected = both_ways(
-        rope, [*tail, cos[:, -3:], sin[:, -3:]], [t[:, -3:] for t in incoming], layout=layout
-    )
+    expected = both_ways(rope, [*tail, cos[:, -3:], sin[:, -3:]], [t[:, -3:] for t in incoming], layout=layout)
     for ours, wanted in zip(results, expected, strict=True):
         assert torch.equal(ours[:, -3:], wanted)
 

@@ -12,9 +12,7 @@ from fastlm.packing.collators import PaddingFreeCollator
 LENGTHS = (9, 1, 14, 5, 2)
 
 
-def samples(
-    lengths: tuple[int, ...] = LENGTHS, seed: int = 0, vocabulary: int = 300
-) -> list[dict[str, list[int]]]:
+def samples(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, vocabulary: int = 300) -> list[dict[str, list[int]]]:
     """Token ids and labels; the first third of each sample is a prompt without labels."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
@@ -36,10 +34,7 @@ def alone(rows: list[dict[str, list[int]]]) -> list[dict[str, Any]]:
 def padded(rows: list[dict[str, list[int]]]) -> list[dict[str, Any]]:
     width = max(len(row["input_ids"]) for row in rows)
     fill = {"input_ids": 0, "labels": -100}
-    batch = {
-        name: torch.tensor([row[name] + [fill[name]] * (width - len(row[name])) for row in rows])
-        for name in fill
-    }
+    batch = {name: torch.tensor([row[name] + [fill[name]] * (width - len(row[name])) for row in rows]) for name in fill}
     batch["attention_mask"] = torch.tensor(
         [[1] * len(r["input_ids"]) + [0] * (width - len(r["input_ids"])) for r in rows]
     )

@@ -80,10 +80,7 @@ def test_patch_is_idempotent_and_sees_lora_added_later():
     wrapped = add_lora(model)
     second = fastlm.patch(wrapped)
     assert second.fused == {**first.fused, "lora": 14} and second.stock == {}
-    assert (
-        sum(hook.__module__.startswith("fastlm") for hook in model.base_model._forward_pre_hooks.values())
-        == 1
-    )
+    assert sum(hook.__module__.startswith("fastlm") for hook in model.base_model._forward_pre_hooks.values()) == 1
     truth_loss, truth = loss_and_gradients(add_lora(tiny_model("qwen3")), alone(ROWS), COUNT)
     loss, gradients = loss_and_gradients(wrapped, LAYOUTS["flattened"](ROWS), COUNT)
     assert loss == pytest.approx(truth_loss, rel=1e-5)
@@ -245,9 +242,7 @@ def test_hidden_states_and_attentions_are_captured():
     options = dict(output_hidden_states=True, output_attentions=True)
     expected, got = stock(IDS, **options), fast(IDS, **options)
     assert len(got.hidden_states) == 3 and len(got.attentions) == 2
-    for a, b in zip(
-        expected.hidden_states + expected.attentions, got.hidden_states + got.attentions, strict=True
-    ):
+    for a, b in zip(expected.hidden_states + expected.attentions, got.hidden_states + got.attentions, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
     rows = LAYOUTS["flattened"](ROWS)[0]
     assert len(fast.train()(**rows, output_hidden_states=True).hidden_states) == 3

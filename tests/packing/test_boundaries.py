@@ -23,9 +23,7 @@ def brute_force(lengths, labels, weights):
         start = bounds[-1]
         positions += range(length)
         targets += [
-            (p, labels[p + 1], weights[p + 1])
-            for p in range(start, start + length - 1)
-            if labels[p + 1] != -100
+            (p, labels[p + 1], weights[p + 1]) for p in range(start, start + length - 1) if labels[p + 1] != -100
         ]
         bounds.append(start + length)
     return positions, bounds, targets
@@ -165,9 +163,7 @@ def test_foreign_batch_on_the_cpu():
 
 def test_foreign_batch_on_a_device_never_reads_it():
     cu_seqlens = torch.empty(4, dtype=torch.int64, device="meta")  # reading a meta tensor raises
-    made = SequenceBoundaries.from_cu_seqlens(
-        cu_seqlens, 6, torch.empty(1, 9, dtype=torch.int64, device="meta")
-    )
+    made = SequenceBoundaries.from_cu_seqlens(cu_seqlens, 6, torch.empty(1, 9, dtype=torch.int64, device="meta"))
     assert (made.token_count, made.sample_count, made.max_length) == (9, 3, 6)
     assert made.cu_seqlens.dtype == torch.int32
     assert made.lengths is None

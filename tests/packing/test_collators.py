@@ -189,9 +189,7 @@ def padded_rows(draw):
 @settings(deadline=None, max_examples=150)
 def test_equals_a_loop_over_samples(rows, kind):
     examples, expected = rows
-    batch = PaddingFreeCollator()(
-        [{name: kind(column) for name, column in example.items()} for example in examples]
-    )
+    batch = PaddingFreeCollator()([{name: kind(column) for name, column in example.items()} for example in examples])
     labels, targets, weights = [], [], []
     for _, sample_labels, sample_weights in expected:
         labels += [-100, *sample_labels[1:]]
@@ -225,9 +223,7 @@ def test_examples_are_not_written(kind):
 
 
 def test_samples_without_tokens_in_a_packed_row_are_dropped():
-    batch = PaddingFreeCollator()(
-        [{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1], "seq_lengths": [1, 0, 1, 1]}]
-    )
+    batch = PaddingFreeCollator()([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1], "seq_lengths": [1, 0, 1, 1]}])
     assert samples_of(batch) == [[1], [3]]
     assert batch["boundaries"].cu_seqlens.tolist() == [0, 1, 2]
 

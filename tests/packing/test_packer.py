@@ -17,10 +17,7 @@ def lognormal_lengths(count, longest=2048, seed=0):
 
 
 def rows_of(packed):
-    return [
-        packed.indices[a:b].tolist()
-        for a, b in zip(packed.row_offsets[:-1], packed.row_offsets[1:], strict=True)
-    ]
+    return [packed.indices[a:b].tolist() for a, b in zip(packed.row_offsets[:-1], packed.row_offsets[1:], strict=True)]
 
 
 def best_fit_decreasing(lengths, max_length):

@@ -65,9 +65,7 @@ class Recorder(TrainerCallback):
 
 def trainer(run_model: Any, data: Any, args: Any, **given: Any) -> trl.SFTTrainer:
     data = Dataset.from_list(data) if isinstance(data, list) else data
-    return trl.SFTTrainer(
-        model=run_model, args=args, train_dataset=data, processing_class=tiny_tokenizer(), **given
-    )
+    return trl.SFTTrainer(model=run_model, args=args, train_dataset=data, processing_class=tiny_tokenizer(), **given)
 
 
 def train(run_model: Any, data: Any, args: Any, **given: Any) -> tuple[Any, list[dict[str, Tensor]]]:
@@ -86,8 +84,7 @@ def worst_error(value: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     """The largest of the tensors' relative errors."""
     assert value.keys() == truth.keys() and truth
     return max(
-        float((value[n].double() - truth[n].double()).norm() / truth[n].double().norm().clamp_min(1e-12))
-        for n in truth
+        float((value[n].double() - truth[n].double()).norm() / truth[n].double().norm().clamp_min(1e-12)) for n in truth
     )
 
 

@@ -30,7 +30,10 @@ def test_a_step_makes_the_gpu_wait_for_nothing(family, packing, tmp_path):
         gradient_checkpointing=False, logging_steps=100, report_to="none", save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer = SFTTrainer(
-        model=model, processing_class=tiny_tokenizer(), train_dataset=Dataset.from_dict({"input_ids": rows}), args=config
+        model=model,
+        processing_class=tiny_tokenizer(),
+        train_dataset=Dataset.from_dict({"input_ids": rows}),
+        args=config,
     )
     step, seen, count = trainer.training_step, [], [0]
 

@@ -100,7 +100,7 @@ def test_every_old_configuration_name(name: str, tmp_path: Any) -> None:
     assert call["old"] == {name: value}
     with pytest.warns(FutureWarning, match=rf"SFTConfig\({name}=...\) is an old name") as record:
         legacy.warn_old_names(SFTConfig(out, **{name: value}), stacklevel=1)
-    assert len(record) == 1
+    assert len([warning for warning in record if "is an old name" in str(warning.message)]) == 1
 
 
 def test_no_old_name_is_missing() -> None:
@@ -122,11 +122,7 @@ def test_an_old_strategy_is_known_when_the_configuration_checks_itself(tmp_path:
 
 @pytest.mark.parametrize("ratio, steps, total", [(0.0, 0, 50), (0.1, 5, 50), (1.0, 50, 50)])
 def test_warmup_ratio_of_any_size(ratio: float, steps: int, total: int, tmp_path: Any) -> None:
-    assert (
-        SFTConfig(str(tmp_path), warmup_ratio=ratio).get_warmup_steps(total)
-        == steps
-        == math.ceil(ratio * total)
-    )
+    assert SFTConfig(str(tmp_path), warmup_ratio=ratio).get_warmup_steps(total) == steps == math.ceil(ratio * total)
 
 
 CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -220,13 +216,9 @@ def test_other_models_get_the_errors_that_trl_raises(tmp_path: Any) -> None:
 
 
 def test_unknown_names_are_refused_at_once_whatever_the_model(tmp_path: Any) -> None:
-    with pytest.raises(
-        TypeError, match=r"SFTConfig.__init__\(\) got an unexpected keyword argument 'nonsense'"
-    ):
+    with pytest.raises(TypeError, match=r"SFTConfig.__init__\(\) got an unexpected keyword argument 'nonsense'"):
         SFTConfig(str(tmp_path), nonsense=1, max_seq_length=8)
-    with pytest.raises(
-        TypeError, match=r"SFTTrainer.__init__\(\) got an unexpected keyword argument 'nonsense'"
-    ):
+    with pytest.raises(TypeError, match=r"SFTTrainer.__init__\(\) got an unexpected keyword argument 'nonsense'"):
         runs.trainer(runs.model(), runs.rows(), runs.config(tmp_path), nonsense=1)
 
 
@@ -279,10 +271,11 @@ def test_what_counts_as_given(tmp_path: Any) -> None:
 @pytest.mark.filterwarnings("ignore:fastlm:FutureWarning")
 def test_no_deprecation_warning_of_trl_or_transformers_comes_from_us(tmp_path: Any) -> None:
     data = Dataset.from_list(runs.rows())
+    model, args = runs.model(), runs.config(tmp_path, eval_strategy="steps", eval_steps=1)  # PEFT's and TRL's own warn
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         trainer = trl.SFTTrainer(
-            model=runs.model(), args=runs.config(tmp_path, eval_strategy="steps", eval_steps=1),
+            model=model, args=args,
             train_dataset=data, eval_dataset=data, processing_class=tiny_tokenizer(),
             compute_metrics=lambda prediction: {"x": 0.0},
         )  # fmt: skip

@@ -38,9 +38,7 @@ CASES: list[tuple[str, Any, dict[str, bool], str, int]] = [
 def test_k_no_bf16(device: str, dtype: Any, flags: dict[str, bool], expected: str, lines: int) -> None:
     fp16 = flags.get("fp16", False)
     bf16 = flags.get("bf16", not fp16)
-    config = SimpleNamespace(
-        bf16=bf16, fp16=fp16, mixed_precision="bf16" if bf16 else "fp16" if fp16 else "no"
-    )
+    config = SimpleNamespace(bf16=bf16, fp16=fp16, mixed_precision="bf16" if bf16 else "fp16" if fp16 else "no")
     said: list[str] = []
     settle_precision(config, dtype, frozenset(flags), said.append, device_type=device)
     assert (config.mixed_precision, config.bf16, config.fp16) == (
@@ -69,9 +67,7 @@ def test_k_no_bf16_fp16_autocast_on_a_cpu_is_refused(dtype: Any, tmp_path: Any) 
 @pytest.mark.parametrize(
     "dtype, given, expected", [(F32, {}, "no"), (BF16, {}, "bf16"), (BF16, {"fp16": True}, "bf16")]
 )
-def test_k_no_bf16_reaches_the_accelerator(
-    dtype: Any, given: Any, expected: str, tmp_path: Any, capsys: Any
-) -> None:
+def test_k_no_bf16_reaches_the_accelerator(dtype: Any, given: Any, expected: str, tmp_path: Any, capsys: Any) -> None:
     """The trainer's flags, its accelerator and its autocast agree; forward, backward and generate run."""
     model = runs.model(dtype=dtype)
     capsys.readouterr()

@@ -52,16 +52,12 @@ JOINED = ["ab:x", "cd:yy", "ef:zzz"]
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("count", [1, 3])
-def test_formatting_functions_of_every_age(
-    function: Any, texts: list[str], count: int, tmp_path: Any
-) -> None:
+def test_formatting_functions_of_every_age(function: Any, texts: list[str], count: int, tmp_path: Any) -> None:
     data = QUESTIONS.select(range(count))
     trainer = runs.trainer(runs.model(), data, runs.config(tmp_path), formatting_func=function)
     tokenizer = tiny_tokenizer()
     expected = texts[: count * len(texts) // 3]
-    assert [tokenizer.decode(ids) for ids in trainer.train_dataset["input_ids"]] == [
-        text + "</s>" for text in expected
-    ]
+    assert [tokenizer.decode(ids) for ids in trainer.train_dataset["input_ids"]] == [text + "</s>" for text in expected]
 
 
 def test_formatting_function_that_returns_something_else() -> None:
@@ -97,9 +93,7 @@ def test_rows_without_targets_are_dropped_before_training(packing: bool, tmp_pat
     assert trainer.train_dataset["input_ids"][:] == [data[0]["input_ids"]]
     for row in data:
         row["labels"] = [-100] * len(row["labels"])
-    with pytest.raises(
-        ValueError, match="no row of the train data set has a token to learn: every label is -100"
-    ):
+    with pytest.raises(ValueError, match="no row of the train data set has a token to learn: every label is -100"):
         runs.trainer(runs.model(), data, runs.config(tmp_path, packing=packing))
 
 
@@ -131,9 +125,7 @@ def test_rows_that_are_packed_already(tmp_path: Any) -> None:
     assert trainer.train_dataset["seq_lengths"][:] == [[5, 4]]
     with pytest.warns(UserWarning, match="1 of 1 train rows were longer"):
         trainer = runs.trainer(runs.model(), data, runs.config(tmp_path, max_length=7))
-    assert (
-        trainer.train_dataset["seq_lengths"][:] == [[5, 2]] and len(trainer.train_dataset["labels"][0]) == 7
-    )
+    assert trainer.train_dataset["seq_lengths"][:] == [[5, 2]] and len(trainer.train_dataset["labels"][0]) == 7
     batch = {"input_ids": [[1, 2, 3, 4, 5]], "labels": [[1, 2, 3, 4, 5]], "seq_lengths": [[3, 2]]}
     assert _cut_rows(batch, 4, True) == {
         "input_ids": [[2, 3, 4, 5]], "labels": [[2, 3, 4, 5]], "seq_lengths": [[2, 2]],
@@ -184,9 +176,7 @@ def test_bad_input_is_named(data: Any, given: dict[str, Any], message: str, tmp_
 
 def test_summary_and_lines_are_said_once(tmp_path: Any, capsys: Any) -> None:
     with pytest.warns(UserWarning):
-        runs.trainer(
-            runs.model(), runs.rows((5, 12, 3, 1)), runs.config(tmp_path, packing=True, max_length=8)
-        )
+        runs.trainer(runs.model(), runs.rows((5, 12, 3, 1)), runs.config(tmp_path, packing=True, max_length=8))
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("fastlm: padding-free")] == [
         "fastlm: padding-free on; train: 2 packed rows of 8 from 3 samples, 100.0% full, 1 cut, 1 dropped"

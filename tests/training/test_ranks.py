@@ -33,15 +33,11 @@ def test_b_unequal_microbatches_on_two_ranks(tmp_path: Any) -> None:
             **os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
-        ranks.append(
-            subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stderr=subprocess.PIPE)
-        )
+        ranks.append(subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stderr=subprocess.PIPE))
     for process in ranks:
         _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors.decode()[-3000:]
-    whole, truth = runs.train(
-        runs.model(), runs.rows((11, 91)), runs.config(tmp_path, per_device_train_batch_size=2)
-    )
+    whole, truth = runs.train(runs.model(), runs.rows((11, 91)), runs.config(tmp_path, per_device_train_batch_size=2))
     expected = whole.state.log_history[0]
     for rank in (0, 1):
         log, gradients = torch.load(tmp_path / f"rank{rank}.pt")

@@ -20,9 +20,7 @@ METRICS = ("loss", "entropy", "mean_token_accuracy", "num_tokens")
 @pytest.mark.parametrize("logging_steps", [1, 3])
 def test_metrics_equal_trl_on_the_same_padded_batches(logging_steps: int, tmp_path: Any) -> None:
     data = runs.rows(prompt=2)
-    data[5]["labels"] = [-100] * len(
-        data[5]["labels"]
-    )  # TRL keeps the row: an empty batch where it comes alone
+    data[5]["labels"] = [-100] * len(data[5]["labels"])  # TRL keeps the row: an empty batch where it comes alone
     data = Dataset.from_list(data)
     histories = []
     for patched in (False, True):
@@ -74,9 +72,7 @@ class Synchronising(TorchDispatchMode):
 
 def test_no_operation_of_the_loss_waits_for_the_device(tmp_path: Any) -> None:
     """Forward, loss, metrics and backward; TRL's own step waits, and so does ours, at logging."""
-    trainer = runs.trainer(
-        runs.model(), runs.rows((9, 5)), runs.config(tmp_path, gradient_checkpointing=False)
-    )
+    trainer = runs.trainer(runs.model(), runs.rows((9, 5)), runs.config(tmp_path, gradient_checkpointing=False))
     batches, count = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, trainer.args.device)
     trainer.model.train()
     trl_step = type(trainer).compute_loss._fastlm_wraps
@@ -124,12 +120,8 @@ def test_a_loss_function_of_the_users_sees_logits(tmp_path: Any) -> None:
         return torch.nn.functional.cross_entropy(*flat, reduction="sum") / num_items_in_batch
 
     args = dict(per_device_train_batch_size=8)
-    expected, truth = runs.train(
-        runs.model(patched=False), runs.rows(), runs.config(tmp_path, bf16=False, **args)
-    )
-    trainer, gradients = runs.train(
-        runs.model(), runs.rows(), runs.config(tmp_path, **args), compute_loss_func=loss
-    )
+    expected, truth = runs.train(runs.model(patched=False), runs.rows(), runs.config(tmp_path, bf16=False, **args))
+    trainer, gradients = runs.train(runs.model(), runs.rows(), runs.config(tmp_path, **args), compute_loss_func=loss)
     assert seen == [torch.Size([1, sum(runs.LENGTHS), 300])]
     assert runs.logged(trainer)[0] == pytest.approx(runs.logged(expected)[0], rel=1e-5)
     assert runs.worst_error(gradients[0], truth[0]) < 1e-5
