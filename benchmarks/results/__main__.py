@@ -22,7 +22,7 @@ SHOWN = {"operation", "case", "tokens", "ms", "bytes", "gb_per_s", "share_of_cop
 def markdown(kept: dict[str, Any]) -> str:
     """One record as a heading, a line of facts and a table."""
     versions = ", ".join(f"{name} {value}" for name, value in kept["versions"].items() if value is not None)
-    floor = ", ".join(f"{name} {_number(value)}" for name, value in kept["floor"].items())
+    floor = ", ".join(f"{name} {_number(value)}" for name, value in (kept["floor"] or {}).items())
     facts = [
         f"## {kept['script']}, {kept['device']['name']}, {kept['date']}",
         f"`{kept['command']}`",
@@ -30,7 +30,12 @@ def markdown(kept: dict[str, Any]) -> str:
         f"Work: {kept['work']}. Notes: {kept['notes']}.",
     ]
     rows = kept["results"]
-    tables = [_kernels(rows)] if rows and "operation" in rows[0] else [_step(row) for row in rows]
+    if "operation" in rows[0]:
+        tables = [_kernels(rows)]
+    elif "kernels" in rows[0]:
+        tables = [_step(row) for row in rows]
+    else:
+        tables = [_table(list(rows[0]), [[_number(row.get(name)) for name in rows[0]] for row in rows])]
     return "\n\n".join([*facts, *tables])
 
 

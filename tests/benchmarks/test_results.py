@@ -1,0 +1,27 @@
+"""Every record that is kept has the keys that its README promises, and can be shown."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.results.__main__ import markdown
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
+RECORDS = sorted(FOLDER.glob("*.json"))
+KEYS = {"script", "command", "commit", "date", "device", "versions", "work", "results", "floor", "notes"}
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_record_is_complete_and_readable(path):
+    record = json.loads(path.read_text())
+    assert set(record) == KEYS and record["results"]
+    assert path.name.startswith(f"{record['date']}-{record['script']}-")
+    assert len(record["commit"].removesuffix("-dirty")) == 40
+    shown = markdown(record)
+    assert record["date"] in shown and len(shown.splitlines()) > len(record["results"])
+
+
+def test_no_gradient_failed_in_a_recorded_comparison():
+    rows = [row for path in RECORDS if "-equality-" in path.name for row in json.loads(path.read_text())["results"]]
+    assert rows and all(row["failing"] == 0 for row in rows)
