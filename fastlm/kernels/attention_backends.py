@@ -233,7 +233,7 @@ BACKENDS: dict[str, Backend] = {
     ),
     "varlen": Backend(_varlen, pads_samples=True),
     "triton": Backend(
-        _triton, softcap=True, sinks=True, dtypes=_KERNEL_DTYPES, head_multiple=1,
+        _triton, softcap=True, sinks=True, head_multiple=1,  # no fp32: a GPU's exp2 is not torch's
         package=("triton", "jit", "pip install triton"),
     ),
     "efficient": Backend(_efficient, dtypes=_KERNEL_DTYPES, capability=(7, 0)),

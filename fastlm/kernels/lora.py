@@ -129,6 +129,11 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1]).to(dtype)
 
 
+def _shaped(y: Tensor, x: Tensor) -> Tensor:
+    """y [T, out] -> [..., out] as x is, and no view for autograd: a caller may write into what a Function returns."""
+    return torch.ops.aten._unsafe_view.default(y, x.shape[:-1] + y.shape[-1:])
+
+
 class LoraLinearFunction(torch.autograd.Function):
     """n projections of one input; see `lora_linear`. Tensor inputs after ``frozen``: a_1..a_n, b_1..b_n."""
 
@@ -144,7 +149,7 @@ class LoraLinearFunction(torch.autograd.Function):
             for i, part in enumerate(_split_low(low, a)):
                 weight = _dense(frozen.weights[i], frozen.dtype)
                 y = _project(rows, part, weight, frozen.biases[i], _cast(b[i], frozen.dtype), frozen.scales[i])
-                outputs.append(y.view(x.shape[:-1] + y.shape[-1:]))
+                outputs.append(_shaped(y, x))
         needs_x = any(tensor is not None for tensor in a)
         ctx.save_for_backward(rows if needs_x else None, low, *adapters)
         ctx.frozen, ctx.shape, ctx.dtype = frozen, x.shape, x.dtype
@@ -223,7 +228,7 @@ class LoraMLPFunction(torch.autograd.Function):
         needs_x = any(tensor is not None for tensor in a[:2])
         ctx.save_for_backward(rows if needs_x else None, low, low_down, gate, up, *adapters)
         ctx.frozen, ctx.shape, ctx.dtype = frozen, x.shape, x.dtype
-        return out.view(x.shape[:-1] + out.shape[-1:])
+        return _shaped(out, x)
 
     @staticmethod
     @once_differentiable

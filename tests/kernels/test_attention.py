@@ -558,8 +558,7 @@ def test_gpu_three_way(head_dim: int, key_heads: int, window: int | None, gpu_ba
 def test_gpu_a_window_lost(gpu_backends: list[str]) -> None:
     for backend in gpu_backends:
         assert_window(backend, head_dim=64, dtype=torch.bfloat16, device="cuda")
-    for backend in ("efficient", "triton"):
-        assert_window(backend, head_dim=64, device="cuda")
+    assert_window("efficient", head_dim=64, device="cuda")
 
 
 @pytest.mark.gpu
@@ -573,7 +572,7 @@ def test_gpu_fp32_and_large_heads(window: int | None) -> None:
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_gpu_softcap_and_sinks(dtype: torch.dtype, window: int | None) -> None:
-    """The choice, triton, agrees with eager."""
+    """The choice, triton in 16 bits, agrees with eager."""
     inputs = [*leaves(GPU_LENGTHS, 8, 2, 128, dtype, "cuda"), torch.randn(8, device="cuda").to(dtype)]
     inputs[3].requires_grad_()
     above, cu = torch.randn(inputs[0].shape, device="cuda"), boundaries(GPU_LENGTHS, "cuda")
