@@ -11,19 +11,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from ..kernels.lora import Projection
 from ..kernels.nf4 import NF4Weight
 
-__all__ = ["adapter_obstacle", "fusable", "has_hooks", "is_adapted"]
+__all__ = ["adapter_obstacle", "fusable", "global_hooks", "has_hooks", "is_adapted", "is_ours"]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module would run more than its forward."""
+    """Whether calling the module would run more than its class's forward, or ours."""
+    own = module.__dict__.get("forward")
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        or hasattr(module, "_hf_hook")
+        or hasattr(module, "_hf_hook") or (own is not None and not is_ours(own))
     )  # fmt: skip
+
+
+def global_hooks() -> bool:
+    """Whether hooks are registered on every module there is, those that fusing would skip among them."""
+    return bool(_has_any_global_hook())
+
+
+def is_ours(bound: Any) -> bool:
+    """Whether a forward found on an instance is one that patch bound."""
+    function = getattr(bound, "__func__", None)
+    return function is not None and function.__code__.co_filename.startswith(_FOLDER)
+
+
+_FOLDER = __file__.rpartition("/")[0]
 
 
 def is_adapted(module: nn.Module) -> bool:
@@ -33,7 +49,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 def fusable(x: Tensor, modules: Sequence[nn.Module]) -> list[Projection] | None:
     """The projections of these modules if one function can run them all on x and one has an adapter; else None."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or global_hooks():
         return None
     autocast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
@@ -59,8 +75,9 @@ def _projection(
         return "a hook on it would be skipped"
     base, a, b, scale = module, None, None, 1.0
     if is_adapted(module):
-        if type(module).__name__ not in ("Linear", "Linear4bit"):
-            return f"adapter layer of type {type(module).__name__}"
+        method = type(module).__module__.removeprefix("peft.tuners.").partition(".")[0]
+        if method != "lora" or type(module).__name__ not in ("Linear", "Linear4bit"):
+            return f"adapter layer of type {method}.{type(module).__name__}"
         base = module.base_layer
         if has_hooks(base):
             return "a hook on its base layer would be skipped"

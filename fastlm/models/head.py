@@ -16,31 +16,59 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..kernels.linear_cross_entropy import LinearCrossEntropyOutput, linear_cross_entropy
 from ..packing.boundaries import SequenceBoundaries
-from .adapters import has_hooks
+from .adapters import global_hooks, has_hooks
 from .layers import layer_patch
 
 __all__ = ["LossOutput", "boundaries_from", "boundaries_on", "head_forward_for", "head_obstacle"]
 
 
 class LossOutput(CausalLMOutputWithPast):
-    """``CausalLMOutputWithPast`` whose ``logits`` are computed when they are first read.
+    """``CausalLMOutputWithPast`` whose ``logits`` are computed when they are first read, by name or by index.
 
-    The tensor read is the real one, connected to the graph; computing the loss did not need it.
+    The tensor read is the real one, connected to the graph; computing the loss did not need it. Iterating does not
+    compute it: wrappers (accelerate, DDP) walk every output. What computes it travels on the loss tensor, because
+    accelerate builds the output anew from its items.
     """
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
         if name == "logits" and value is None:
-            compute: Callable[[], Tensor] | None = self.__dict__.get("_compute_logits")
+            loss = super().__getattribute__("loss")
+            compute: Callable[[], Tensor] | None = getattr(loss, "_fastlm_logits", None)
             if compute is not None:
                 value = compute()
-                del self.__dict__["_compute_logits"]
+                del loss._fastlm_logits
                 self["logits"] = value
+                for later in ("past_key_values", "hidden_states", "attentions"):
+                    if super().__contains__(later):
+                        self.move_to_end(later)  # the tuple's order is the fields'
         return value
+
+    def __getitem__(self, key: Any) -> Any:
+        if key not in ("loss", 0):
+            self.logits  # noqa: B018  # computes it
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or (key == "logits" and hasattr(self.loss, "_fastlm_logits"))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if key == "logits":
+            self.logits  # noqa: B018
+        return super().get(key, default)
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        self.logits  # noqa: B018
+        return super().to_tuple()
+
+    def __reduce__(self) -> Any:
+        self.logits  # noqa: B018
+        return super().__reduce__()
 
 
 @functools.cache
@@ -54,11 +82,20 @@ def head_forward_for(model_class: type) -> Any:
             return type(self).forward(self, *args, **extra, **kwargs)
         if fused_lm_head:
             return _trl_output(self, *args, **kwargs)
-        wants_loss = kwargs.get("labels") is not None and self.training and torch.is_grad_enabled()
+        trains = self.training and torch.is_grad_enabled()
+        # only ours knows the weights of a boundary object
+        weighted = getattr(kwargs.get("boundaries"), "row_weight", None) is not None
+        wants_loss = kwargs.get("labels") is not None and (trains or weighted)
         keeps_all = isinstance(kwargs.get("logits_to_keep", 0), int) and kwargs.get("logits_to_keep", 0) == 0
-        if not (wants_loss and keeps_all and kwargs.get("return_dict", True)) or head_obstacle(self):
+        as_tuple = kwargs.get("return_dict") is False  # PEFT passes None for "as configured"
+        other_loss = self.loss_function is not ForCausalLMLoss or "ignore_index" in kwargs
+        unfit = not keeps_all or as_tuple or other_loss or global_hooks()
+        if not wants_loss or unfit or head_obstacle(self):
             return type(self).forward(self, *args, **kwargs)
-        return _loss_output(self, *args, **kwargs)
+        output = _loss_output(self, *args, **kwargs)
+        if not trains:
+            output.logits  # noqa: B018  # evaluation reads them by iterating
+        return output
 
     return forward
 
@@ -82,8 +119,9 @@ def _linear_of(head: nn.Module) -> nn.Linear | None:
     """The Linear that the head runs: itself, or PEFT's trained copy of it (modules_to_save)."""
     if type(head).__name__ == "ModulesToSaveWrapper":
         wrapper: Any = head
-        off = wrapper.disable_adapters or wrapper.active_adapter not in wrapper.modules_to_save
-        head = wrapper.original_module if off else wrapper.modules_to_save[wrapper.active_adapter]
+        active = wrapper.active_adapters  # empty where the active adapter has no copy of it
+        off = wrapper.disable_adapters or not active or any(name not in wrapper.modules_to_save for name in active)
+        head = wrapper.original_module if off else wrapper.modules_to_save[active[0]]
     # FSDP2 replaces the class by a subclass that only adds sharding
     plain = type(head) is nn.Linear or (isinstance(head, nn.Linear) and type(head).__name__ == "FSDPLinear")
     return head if plain and isinstance(head, nn.Linear) else None
@@ -121,7 +159,8 @@ def boundaries_on(boundaries: SequenceBoundaries, device: torch.device) -> Seque
 
 def _run_backbone(model: Any, *args: Any, **kwargs: Any) -> Any:
     kwargs.pop("return_dict", None)
-    if kwargs.get("use_cache") is None:
+    # transformers reads packing from position_ids only where there is no cache: there its default decides
+    if kwargs.get("use_cache") is None and kwargs.get("position_ids") is None:
         kwargs["use_cache"] = False
     return model.base_model(*args, **kwargs)
 
@@ -156,6 +195,13 @@ def _spread(values: Tensor | None, positions: Tensor | None, shape: tuple[int, i
     return values.new_zeros(shape[1]).index_copy(0, positions, values)[None]
 
 
+def _denominator(label_mask: Tensor, num_items_in_batch: Any) -> Tensor:
+    """What the sum of token losses is divided by, fp32; 1 for a batch without labels, whose loss is 0."""
+    count = label_mask.sum() if num_items_in_batch is None else num_items_in_batch
+    count = torch.as_tensor(count, device=label_mask.device).float()
+    return count + (count == 0)
+
+
 def _trl_output(
     model: Any, *args: Any, labels: Tensor | None = None, shift_labels: Tensor | None = None,
     num_items_in_batch: Any = None, label_smoothing: float = 0.0, **kwargs: Any,
@@ -174,7 +220,7 @@ def _trl_output(
     shape = (batch, length if shift_labels is not None else length - 1)
     log_probs = _spread(-scored.loss if label_smoothing else scored.log_probs, positions, shape)
     label_mask = _spread(targets != -100, positions, shape)
-    denominator = label_mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    denominator = _denominator(label_mask, num_items_in_batch)
     return FusedCausalLMOutput(
         loss=-log_probs.sum() / denominator,
         log_probs=log_probs,
@@ -192,25 +238,24 @@ def _loss_output(
     outputs = _run_backbone(model, *args, **kwargs)
     hidden = outputs.last_hidden_state
     rows, targets, _ = _rows(hidden, labels, shift_labels, boundaries)
-    if num_items_in_batch is None:
-        denominator = (targets != -100).sum().clamp(min=1).float()
-    else:
-        denominator = torch.as_tensor(num_items_in_batch, device=rows.device).float()
-    weight = (1.0 / denominator).expand(targets.shape)
+    weight = (1.0 / _denominator(targets != -100, num_items_in_batch)).expand(targets.shape)
     if boundaries is not None and boundaries.row_weight is not None:
         weight = weight * boundaries.row_weight.to(rows.device, non_blocking=True)
     loss: Any = _score(model, rows, targets, row_weight=weight).loss
-    result = LossOutput(
+    device_type = hidden.device.type
+    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    loss._fastlm_logits = functools.partial(_logits, model, hidden, autocast)
+    return LossOutput(
         loss=loss,
         past_key_values=outputs.get("past_key_values"),
         hidden_states=outputs.get("hidden_states"),
         attentions=outputs.get("attentions"),
     )
-    result.__dict__["_compute_logits"] = functools.partial(_logits, model, hidden)
-    return result
 
 
-def _logits(model: Any, hidden: Tensor) -> Tensor:
-    logits = model.get_output_embeddings()(hidden)
+def _logits(model: Any, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
+    """As they would have been in the forward, which may have run under autocast."""
+    with torch.autocast(hidden.device.type, autocast, enabled=autocast is not None):
+        logits = model.get_output_embeddings()(hidden)
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap

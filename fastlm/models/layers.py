@@ -20,7 +20,7 @@ from ..kernels.norm_rope import norm_rope
 from ..kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 from ..kernels.rope import rope
 from ..packing.boundaries import SequenceBoundaries
-from .adapters import fusable, has_hooks
+from .adapters import fusable, global_hooks, has_hooks
 from .fingerprint import stock_function
 from .forms import AttentionForm, LayerForm, MLPForm, NormForm
 
@@ -61,7 +61,6 @@ class LayerPatch:
     kind: str
     form: Any
     switch: Switch
-    activation: str | None = None
     backend: str | None = None
     previous: Any = field(default=None, repr=False)
 
@@ -104,7 +103,7 @@ def _open_norms(*norms: Any) -> list[dict[str, Any]] | None:
     options = [
         _norm_options(n, p.form) for n, p in zip(norms, patches, strict=True) if p is not None and not has_hooks(n)
     ]
-    return options if len(options) == len(norms) else None
+    return options if len(options) == len(norms) and not global_hooks() else None
 
 
 def _layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -128,19 +127,19 @@ def _layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) 
 
 def _mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
     patch = layer_patch(self)
-    if patch is None or has_hooks(getattr(self, patch.form.activation)):
+    activation = None if patch is None else activation_name(getattr(self, patch.form.activation))
+    if patch is None or activation is None or has_hooks(getattr(self, patch.form.activation)) or global_hooks():
         return type(self).forward(self, hidden_states)
     form: MLPForm = patch.form
-    assert patch.activation is not None
     if form.packed:
         (gate_up,) = _outputs(hidden_states, self.gate_up_proj)
-        return _outputs(glu_packed(gate_up, patch.activation), self.down_proj)[0]
+        return _outputs(glu_packed(gate_up, activation), self.down_proj)[0]
     projections = fusable(hidden_states, (self.gate_proj, self.up_proj, self.down_proj))
     if projections is not None:
         gate_projection, up_projection, down_projection = projections
-        return lora_mlp(hidden_states, gate_projection, up_projection, down_projection, patch.activation)
+        return lora_mlp(hidden_states, gate_projection, up_projection, down_projection, activation)
     gate, up = _outputs(hidden_states, self.gate_proj, self.up_proj)
-    return _outputs(glu(gate, up, patch.activation), self.down_proj)[0]
+    return _outputs(glu(gate, up, activation), self.down_proj)[0]
 
 
 def _outputs(x: Tensor, *modules: nn.Module) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ..kernels.attention import choose_backend
 from . import forms
-from .adapters import adapter_obstacle, is_adapted
+from .adapters import adapter_obstacle, is_adapted, is_ours
 from .backbone import ModelPatch, boundary_obstacle, prepare_backbone, stock_class
 from .fingerprint import fingerprint
 from .head import head_forward_for, head_obstacle
@@ -111,7 +111,7 @@ def unpatch(model: nn.Module) -> None:
         if layer is None:
             continue
         slot = _slot(module)
-        if _is_ours(module.__dict__.get(slot)):
+        if is_ours(module.__dict__.get(slot)):
             if layer.previous is not None:
                 module.__dict__[slot] = layer.previous
             else:
@@ -180,7 +180,7 @@ def rebind_head(model: nn.Module) -> None:
     if layer is None or layer.kind != "head":
         return
     slot = _slot(core)
-    if not _is_ours(core.__dict__.get(slot)):
+    if not is_ours(core.__dict__.get(slot)):
         layer.previous = core.__dict__.get(slot)
         core.__dict__[slot] = MethodType(head_forward_for(stock_class(core)), core)
 
@@ -243,15 +243,14 @@ def _bind(module: Any, kind: str, form: Any, switch: Switch, backends: dict[str,
     existing = module.__dict__.get(slot)
     if existing is not None and getattr(existing, "__func__", None) is type(module).forward:
         existing = None  # what unpickling a patched model leaves
-    ours = _is_ours(existing)
+    ours = is_ours(existing)
     if existing is not None and not ours and kind != "head":
         return "its forward was already replaced by something else"
     layer = LayerPatch(kind, form, switch)
     if kind == "layer" and form.drops and (module.resid_attn_dropout.p or module.resid_mlp_dropout.p):
         return "dropout on the residual stream is not fused"
     if kind == "mlp":
-        layer.activation = activation_name(getattr(module, form.activation))
-        if layer.activation is None:
+        if activation_name(getattr(module, form.activation)) is None:
             return f"activation {type(getattr(module, form.activation)).__name__} has no kernel"
     elif kind == "attention":
         reason = _attention_obstacle(module, form, backends)
@@ -291,11 +290,3 @@ def _attention_obstacle(module: Any, form: forms.AttentionForm, backends: dict[s
 def _slot(module: nn.Module) -> str:
     """Where a forward is replaced: accelerate's hooks keep the one that they wrap in _old_forward."""
     return "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-
-
-def _is_ours(bound: Any) -> bool:
-    function = getattr(bound, "__func__", None)
-    return function is not None and function.__code__.co_filename.startswith(_FOLDER)
-
-
-_FOLDER = __file__.rpartition("/")[0]
