@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import has_file
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -133,13 +134,6 @@ class FastLanguageModel:
         if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
             loader_keywords.setdefault("attn_implementation", "eager")  # stock SDPA leaves the cap out
 
-        model: Any
-        loader_keywords |= {"dtype": dtype, "device_map": device_map}
-        if gguf is not None:
-            model = gguf.model(**loader_keywords)
-        else:
-            loader_keywords |= {"config": config, "trust_remote_code": trust_remote_code, **base_hub}
-            model = AutoModelForCausalLM.from_pretrained(base, **loader_keywords)
         if adapter_base is not None and _has_tokenizer(name, hub):
             tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **hub)
         elif gguf is not None:
@@ -147,10 +141,23 @@ class FastLanguageModel:
         else:
             tokenizer = load_tokenizer(base, trust_remote_code=trust_remote_code, **base_hub)
 
+        model: Any
+        loader_keywords |= {"dtype": dtype, "device_map": device_map}
+        if gguf is not None:
+            model = gguf.model(**loader_keywords)
+        else:
+            loader_keywords |= {"config": config, "trust_remote_code": trust_remote_code, **base_hub}
+            try:
+                model = AutoModelForCausalLM.from_pretrained(base, **loader_keywords)
+            except SafetensorError as error:
+                raise ValueError(f"weights of {base} cannot be read ({error}): fetch or save them again") from error
+
         if full_finetuning:
             model.requires_grad_(True)
         if not on_gpu:
             _keep_4bit_layout(model)
+        if adapter_base is not None:
+            _grow_for_adapter(model, os.path.join(name, hub.get("subfolder", ""), "adapter_model.safetensors"))
         ensure_pad_token(model, tokenizer)
         model.max_seq_length = length
         model._fastlm_checkpointing = checkpointing
@@ -205,6 +212,7 @@ class FastLanguageModel:
             TypeError: a keyword that PEFT does not know.
         """
         from peft import LoraConfig, PeftModel, get_peft_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
 
         own = inspect.signature(FastLanguageModel.get_peft_model).parameters
         extra = kw.lora_keywords(lora_config_kwargs, own)
@@ -222,6 +230,11 @@ class FastLanguageModel:
             return model
         if isinstance(model, PeftModel):
             return _same_adapter(model, r, lora_alpha, target_modules)
+        if any(isinstance(module, BaseTunerLayer) for module in core.modules()):
+            raise ValueError(
+                "adapters are in this model already, from an earlier call: go on with what that call returned, "
+                "or load the model again"
+            )
 
         saved = kw.resolve_saved_modules(core, modules_to_save)
         targets = kw.resolve_targets(core, target_modules)
@@ -298,6 +311,9 @@ def _adapter_base(name: str, hub: dict[str, Any]) -> str | None:
         path: str | None = os.path.join(name, hub.get("subfolder", ""), "adapter_config.json")
         if not os.path.isfile(str(path)):
             return None
+        folder = os.path.dirname(str(path))
+        if not any(os.path.isfile(os.path.join(folder, f"adapter_model.{kind}")) for kind in ("safetensors", "bin")):
+            raise FileNotFoundError(f"the adapter {folder} has no weights (adapter_model.safetensors); save it again")
         if os.path.isfile(os.path.join(name, "config.json")):
             raise ValueError(f"{name} holds a model and an adapter; move one of them to a folder of its own")
     else:
@@ -309,6 +325,19 @@ def _adapter_base(name: str, hub: dict[str, Any]) -> str | None:
     if not base:
         raise ValueError(f"{path} does not name its base model (base_model_name_or_path); add it there")
     return base
+
+
+def _grow_for_adapter(model: Any, file: str) -> None:
+    """Give the base the rows of the embedding table that was saved with an adapter, where those are more."""
+    if not os.path.isfile(file):
+        return
+    embedding = model.get_input_embeddings()
+    path = next(name for name, module in model.named_modules() if module is embedding)
+    with safe_open(file, "pt") as adapter:
+        names = (f"base_model.model.{path}.weight", f"base_model.model.{path}.base_layer.weight")
+        rows = [adapter.get_slice(name).get_shape()[0] for name in names if name in adapter.keys()]  # noqa: SIM118
+    if rows and rows[0] > embedding.weight.shape[0]:
+        model.resize_token_embeddings(rows[0], mean_resizing=False)
 
 
 def _has_tokenizer(name: str, hub: dict[str, Any]) -> bool:

@@ -38,13 +38,15 @@ def check_bits(**asked: bool | None) -> None:
 
 
 def place(device_map: Any) -> tuple[Any, bool]:
-    """(device map for transformers, whether the model computes on a GPU)."""
+    """(device map for transformers, whether the model computes on a GPU); ValueError for a GPU that is missing."""
     has_gpu = torch.cuda.is_available()
     if device_map is None:
         local_rank = os.environ.get("LOCAL_RANK")  # set by torchrun and accelerate: one process for each GPU
         index = int(local_rank) if local_rank is not None else torch.cuda.current_device() if has_gpu else 0
         return {"": index if has_gpu else "cpu"}, has_gpu
     targets = device_map.values() if isinstance(device_map, dict) else [device_map]
+    if not has_gpu and any(isinstance(target, int) or str(target).startswith("cuda") for target in targets):
+        raise ValueError(f"device_map={device_map!r} asks for a GPU and there is none; leave it out to use the CPU")
     return device_map, has_gpu and any(str(target) not in ("cpu", "disk") for target in targets)
 
 

@@ -179,6 +179,8 @@ def test_four_bits_on_a_cpu_and_a_checkpoint_that_is_quantised_already(
         ({"max_seq_length": 1025, "rope_scaling": {"type": "linear", "factor": 2.0}}, "takes 1024 tokens"),
         ({"rope_scaling": {"type": "linaer", "factor": 2.0}}, "'rope_type' \\(linear"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "'factor', 1 or more"),
+        ({"device_map": "cuda"}, "device_map='cuda' asks for a GPU and there is none"),
+        ({"device_map": {"": 0}}, "asks for a GPU"),
         ({"use_gradient_checkpointing": "offlaod"}, "'recompute' or 'offload'"),
         ({"fast_inference": True}, "fast_inference=True"),
     ],
@@ -247,6 +249,13 @@ def test_missing_things_are_one_clear_error(tmp_path: Path) -> None:
         FastLanguageModel.from_pretrained(tmp_path / "empty")
     tiny_model().save_pretrained(tmp_path / "bare")
     with pytest.raises(FileNotFoundError, match=r"no tokenizer could be loaded.*tokenizer\.save_pretrained"):
+        FastLanguageModel.from_pretrained(tmp_path / "bare")
+    weights = tmp_path / "bare" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(FileNotFoundError, match="no tokenizer could be loaded"):  # said before weights are read
+        FastLanguageModel.from_pretrained(tmp_path / "bare")
+    tiny_tokenizer().save_pretrained(tmp_path / "bare")
+    with pytest.raises(ValueError, match=r"weights of .*bare cannot be read"):
         FastLanguageModel.from_pretrained(tmp_path / "bare")
 
 
@@ -522,6 +531,13 @@ def test_d_head_target_dead(tmp_path: Path, targets: list[str], saved: list[str]
     assert [name for name, p in trainable.items() if torch.equal(p, before[name])] == []
 
 
+def test_adapters_left_in_the_base_are_named(folder: str) -> None:
+    base, _ = FastLanguageModel.from_pretrained(folder)
+    FastLanguageModel.get_peft_model(base, layers_to_transform=[0])
+    with pytest.raises(ValueError, match="adapters are in this model already"):
+        FastLanguageModel.get_peft_model(base)
+
+
 def test_adapter_folder_is_loaded_trainable_on_its_base(folder: str, tmp_path: Path) -> None:
     base, _ = FastLanguageModel.from_pretrained(folder)
     model = FastLanguageModel.get_peft_model(base, r=4)
@@ -537,9 +553,27 @@ def test_adapter_folder_is_loaded_trainable_on_its_base(folder: str, tmp_path: P
     assert FastLanguageModel.get_peft_model(again, r=4) is again
     with pytest.raises(ValueError, match="is an adapter; full_finetuning"):
         FastLanguageModel.from_pretrained(tmp_path / "adapter", full_finetuning=True)
+    (tmp_path / "adapter" / "adapter_model.safetensors").rename(tmp_path / "weights")
+    with pytest.raises(FileNotFoundError, match="adapter has no weights"):
+        FastLanguageModel.from_pretrained(tmp_path / "adapter")
+    (tmp_path / "weights").rename(tmp_path / "adapter" / "adapter_model.safetensors")
     Path(folder).rename(tmp_path / "moved")
     with pytest.raises(FileNotFoundError, match=r"no model at .*model, the base of the adapter"):
         FastLanguageModel.from_pretrained(tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("saved", [None, ["embed_tokens", "lm_head"]])
+def test_adapter_on_a_table_that_the_user_grew(saved: list[str] | None, folder: str, tmp_path: Path) -> None:
+    base, tokenizer = FastLanguageModel.from_pretrained(folder)
+    tokenizer.add_tokens([f"<new {i}>" for i in range(60)])
+    base.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    model = FastLanguageModel.get_peft_model(base, r=4, modules_to_save=saved)
+    randomise(model)
+    model.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    again, _ = FastLanguageModel.from_pretrained(tmp_path / "adapter")
+    assert again.get_input_embeddings().weight.shape[0] == len(tokenizer)
+    assert torch.equal(logits(again), logits(model))
 
 
 def test_adapter_with_a_grown_vocabulary_loads_again(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class _OldName:
 
 
 def _renamed(new: str) -> _OldName:
-    return _OldName(f"{new}", lambda value, given: {new: value})
+    return _OldName(new, lambda value, given: {new: value})
 
 
 def _switch(field: str, on: Any) -> _OldName:
@@ -175,13 +175,8 @@ def remember_call(config_class: type, *, sft: bool) -> Callable[..., None]:
                 raise error from None  # it was not about bf16
             refusal = str(error)
         given = frozenset(name for name, value in values.items() if name != "bf16" or value is not None)
-        self.__dict__[_CALL] = {
-            "given": given,
-            "old": old,
-            "callable": original.__qualname__,
-            "problem": problem,
-            "refusal": refusal,
-        }
+        call = {"given": given, "old": old, "callable": original.__qualname__}
+        self.__dict__[_CALL] = {**call, "problem": problem, "refusal": refusal}
 
     return __init__
 
@@ -242,13 +237,8 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 def set_given(config: Any, given: Iterable[str]) -> None:
     """Remember these fields as given, and no old names."""
-    call: dict[str, Any] = {
-        "old": {},
-        "callable": type(config).__qualname__,
-        "problem": None,
-        "refusal": None,
-    }
-    config.__dict__[_CALL] = {"given": frozenset(given), **call}
+    call = {"given": frozenset(given), "old": {}, "callable": type(config).__qualname__}
+    config.__dict__[_CALL] = {**call, "problem": None, "refusal": None}
 
 
 def refuse_old_names(config: Any) -> None:

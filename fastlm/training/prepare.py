@@ -8,6 +8,7 @@ dropped, packed.
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,12 +20,9 @@ from ..packing.dataset import pack_dataset
 from .formatting import format_rows
 from .step import Counts, State
 
-__all__ = ["check_not_empty", "packs_whole_samples", "prepare_dataset"]
+__all__ = ["check_not_empty", "prepare_dataset"]
 
-
-def packs_whole_samples(config: Any) -> bool:
-    """Whether packing keeps samples whole ("bfd"); the strategies that split them are TRL's own."""
-    return config.packing_strategy == "bfd"
+_TABLE_ROWS = 10_000
 
 
 def check_not_empty(dataset: Any, name: str) -> dict[str, Any]:
@@ -46,7 +44,7 @@ def prepare_dataset(
     """
     from datasets import Dataset
 
-    _check_columns(check_not_empty(dataset, name), config, formatting_func, name)
+    _check_columns(dataset, config, formatting_func, name)
     if packing and config.max_length is None:
         raise ValueError("packing=True fills rows of max_length tokens, so max_length cannot be None")
     if formatting_func is not None and "input_ids" not in (dataset.column_names or ()):
@@ -54,13 +52,16 @@ def prepare_dataset(
         if formatted is not None:
             dataset, formatting_func = formatted, None
     if not isinstance(dataset, Dataset):  # streamed: nothing can be counted beforehand
-        return original(trainer, dataset, processing_class, config, packing, formatting_func, name)
+        dataset = original(trainer, dataset, processing_class, config, packing, formatting_func, name)
+        _check_stream(dataset, name)
+        return dataset
     untouched = copy.copy(config)
     untouched.max_length, untouched.shuffle_dataset = None, False
     dataset = original(trainer, dataset, processing_class, untouched, False, formatting_func, name)
     counts = state.counts[name] = Counts(samples=len(dataset))
     dataset = _without_padding(dataset, config, name)
-    whole = packs_whole_samples(config)
+    whole = config.packing_strategy == "bfd"  # the strategies that split samples are TRL's own
+    _check_ids(dataset, state.vocabulary, name)
     lengths, targets = _row_facts(dataset, name)
     had_target = targets > 0
     if config.max_length is not None and (whole or not packing) and (lengths > config.max_length).any():
@@ -78,31 +79,44 @@ def prepare_dataset(
     return dataset
 
 
-def _check_columns(example: dict[str, Any], config: Any, formatting_func: Any, name: str) -> None:
-    text = config.dataset_text_field
-    if formatting_func is not None or "input_ids" in example:
+def _check_columns(dataset: Any, config: Any, formatting_func: Any, name: str) -> None:
+    example, text = check_not_empty(dataset, name), config.dataset_text_field
+    if formatting_func is not None or "input_ids" in example or {"prompt", "completion"} <= example.keys():
         return
-    if {"prompt", "completion"} <= example.keys() or "messages" in example:
-        return
-    turns = example.get("conversations")
-    if isinstance(turns, list) and turns and isinstance(turns[0], dict) and {"from", "value"} <= turns[0].keys():
-        return
+    for column, keys in (("messages", {"role", "content"}), ("conversations", {"from", "value"})):
+        turns = example.get(column)
+        if isinstance(turns, list) and turns and isinstance(turns[0], dict) and keys <= turns[0].keys():
+            return
     if text not in example:
         raise ValueError(
             f"the {name} data set has the columns {sorted(example)}, and none of what can be trained on: "
-            f"{text!r} (dataset_text_field), 'messages', 'prompt' with 'completion', 'conversations' of "
-            "from/value turns, or 'input_ids'. Rename one, set dataset_text_field, or give formatting_func"
+            f"{text!r} (dataset_text_field), 'messages' of role/content turns, 'prompt' with 'completion', "
+            "'conversations' of from/value turns, or 'input_ids'. Rename one, set dataset_text_field, or give "
+            "formatting_func"
         )
     if not isinstance(example[text], str):
         raise ValueError(
             f"the column {text!r} of the {name} data set must hold strings; the first row holds "
             f"{example[text]!r:.80} ({type(example[text]).__name__})"
         )
+    for number, table in enumerate(_tables(dataset, [text]) if hasattr(dataset, "__len__") else ()):  # not streamed
+        if table.column(text).null_count:
+            row = number * _TABLE_ROWS + table.column(text).is_null().to_pylist().index(True)
+            raise ValueError(f"row {row} of the {name} data set has None for {text!r}: filter such rows out")
+
+
+def _check_stream(dataset: Any, name: str) -> None:
+    rows = itertools.islice(dataset, 100)  # in all but bad data the first row settles it
+    if all(label == IGNORE_INDEX for row in rows for label in row.get("labels", row["input_ids"])[1:]):
+        raise ValueError(
+            f"none of the first 100 rows of the {name} data stream has a token to learn: every label is -100 "
+            "(or max_length cuts every answer off)"
+        )
 
 
 def _tables(dataset: Any, columns: Sequence[str]) -> Any:
     """Arrow tables of the data set as it stands (selected, shuffled), a bounded number of rows at a time."""
-    return dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=10_000)
+    return dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=_TABLE_ROWS)
 
 
 def _lists(table: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -116,6 +130,21 @@ def _lists(table: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
     )
     values = pa.concat_arrays([chunk.flatten() for chunk in chunks]).to_numpy(zero_copy_only=False)
     return lengths.astype(np.int64), values
+
+
+def _check_ids(dataset: Any, vocabulary: int | None, name: str) -> None:
+    """ValueError for a token that has no row in the embedding table: a GPU would only say "device-side assert"."""
+    if vocabulary is None:
+        return
+    for table in _tables(dataset, ["input_ids"]):
+        ids = _lists(table, "input_ids")[1]
+        wrong = ids[(ids < 0) | (ids >= vocabulary)]
+        if len(wrong):
+            raise ValueError(
+                f"the {name} data set has the token {wrong[0]}, and the model's tokens go from 0 to "
+                f"{vocabulary - 1}: use the model's own tokenizer, or grow the model before adding LoRA: "
+                "model.resize_token_embeddings(len(tokenizer))"
+            )
 
 
 def _row_facts(dataset: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -203,9 +232,7 @@ def _with_targets(
     dataset: Any, targets: np.ndarray, had_target: np.ndarray, counts: Counts, state: State, trainer: Any,
     config: Any, name: str,
 ) -> Any:  # fmt: skip
-    """Drop the rows from which nothing is learned: a batch of them has no loss. ValueError if that is all
-    rows.
-    """
+    """Drop the rows from which nothing is learned: a batch of them has no loss. ValueError if those are all."""
     keep = targets > 0
     counts.dropped = int((~keep).sum())
     lost = int((had_target & ~keep).sum())
@@ -239,6 +266,6 @@ def _warn(text: str) -> None:
 def _packed(
     original: Callable[..., Any], trainer: Any, dataset: Any, processing_class: Any, config: Any, name: str
 ) -> Any:  # fmt: skip
-    if not packs_whole_samples(config):
+    if config.packing_strategy != "bfd":
         return original(trainer, dataset, processing_class, config, True, None, name)
     return pack_dataset(dataset.select_columns(["input_ids", "labels"]), config.max_length, seed=config.seed)

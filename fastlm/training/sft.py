@@ -86,7 +86,8 @@ def _sft_init(original: Callable[..., None], trainer: Any, *args: Any, **kwargs:
     _take_tokenizer(call, old)
     core: Any = patched_core(model)
     config, given, bf16_refused = _settle_names(call.get("args"), old, core)
-    state = State(Voice(speaks=config.process_index == 0))
+    vocabulary = getattr(core.config.get_text_config(), "vocab_size", None)
+    state = State(Voice(speaks=config.process_index == 0), vocabulary)
     trainer.__dict__["_fastlm"] = state
     _settle_max_length(config, core, given, state)
     settle_precision(
@@ -151,9 +152,9 @@ def _settle_max_length(config: Any, core: Any, given: frozenset[str], state: Sta
             f"max_length is {loaded_for}, the model's max_seq_length (TRL's default is {config.max_length})"
         )
         config.max_length = loaded_for
-    if config.max_length is not None and config.max_length <= 0:
+    if config.max_length is not None and (not isinstance(config.max_length, int) or config.max_length <= 0):
         raise ValueError(
-            f"max_length is {config.max_length}: give the tokens that a row may hold, or None for no limit"
+            f"max_length is {config.max_length!r}: give the tokens that a row may hold, or None for no limit"
         )
 
 

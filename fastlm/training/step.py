@@ -40,6 +40,7 @@ class State:
     """What fastlm keeps on one trainer, as ``trainer._fastlm``. A trainer without it is left to TRL."""
 
     voice: Voice
+    vocabulary: int | None = None  # rows of the embedding table
     padding_free: bool = False
     own_head: bool = False  # whether our head answers fused_lm_head, label smoothing included
     padded_collator: Any = None  # for evaluation that reads logits row by row, and for predict

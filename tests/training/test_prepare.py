@@ -1,5 +1,6 @@
 """From the user's data to rows: formatting functions of every age, padding, targets, clear errors."""
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -159,6 +160,12 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([{"query": "a", "reply": "b"}], {}, r"columns \['query', 'reply'\], and none of what can be trained on"),
     ([{"prompt": "a"}], {}, r"columns \['prompt'\]"),
     ([{"text": 3}], {}, "the column 'text' of the train data set must hold strings; the first row holds 3"),
+    ([{"text": "a"}, {"text": None}], {}, "row 1 of the train data set has None for 'text'"),
+    ([{"messages": []}], {}, r"columns \['messages'\], and none of what"),
+    ([{"messages": [{"from": "human", "value": "a"}]}], {}, "'messages' of role/content turns"),
+    ([{"input_ids": [4, 5]}, {"input_ids": [4, 300]}], {}, "the token 300, and the model's tokens go from 0 to 299"),
+    ([{"input_ids": [-1, 5]}], {}, "the token -1"),
+    ([{"text": "a"}], {"max_length": "64"}, "max_length is '64'"),
     ([{"input_ids": [4, 5, 6], "labels": [4, 5]}], {}, "row 0 of the train data set has input_ids"),
     ([{"input_ids": [4, 5, 6]}], {"packing": True, "max_length": None}, "max_length cannot be None"),
     ([{"input_ids": [4, 5, 6]}], {"max_length": 0}, "max_length is 0"),
@@ -172,6 +179,16 @@ def test_bad_input_is_named(data: Any, given: dict[str, Any], message: str, tmp_
     data = Dataset.from_list(data) if data else Dataset.from_dict({"text": []})
     with pytest.raises(ValueError, match=message):
         runs.trainer(runs.model(), data, runs.config(tmp_path, **given))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_stream_without_targets_is_refused(packing: bool, tmp_path: Any) -> None:
+    masked = [{"input_ids": [4, 5, 6], "labels": [-100] * 3}]
+    late = [*masked * 50, {"input_ids": [4, 5, 6], "labels": [-100, 5, 6]}]
+    for rows, refused in ((masked * 8, True), (late, False)):
+        stream = Dataset.from_list(rows).to_iterable_dataset()
+        with pytest.raises(ValueError, match="none of the first 100") if refused else contextlib.nullcontext():
+            runs.trainer(runs.model(), stream, runs.config(tmp_path, packing=packing, max_length=8))
 
 
 def test_summary_and_lines_are_said_once(tmp_path: Any, capsys: Any) -> None:
