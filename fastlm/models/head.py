@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -44,9 +45,8 @@ class LossOutput(CausalLMOutputWithPast):
                 value = compute()
                 del loss._fastlm_logits
                 self["logits"] = value
-                for later in ("past_key_values", "hidden_states", "attentions"):
-                    if super().__contains__(later):
-                        self.move_to_end(later)  # the tuple's order is the fields'
+                for later in [key for key in self.keys() if key not in ("loss", "logits")]:
+                    self.move_to_end(later)  # the tuple's order is the fields'
         return value
 
     def __getitem__(self, key: Any) -> Any:
@@ -245,12 +245,8 @@ def _loss_output(
     device_type = hidden.device.type
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     loss._fastlm_logits = functools.partial(_logits, model, hidden, autocast)
-    return LossOutput(
-        loss=loss,
-        past_key_values=outputs.get("past_key_values"),
-        hidden_states=outputs.get("hidden_states"),
-        attentions=outputs.get("attentions"),
-    )
+    names = {field.name for field in fields(LossOutput)}  # 5.24 says cache where 5.17 says past_key_values
+    return LossOutput(loss=loss, **{name: value for name, value in outputs.items() if name in names})
 
 
 def _logits(model: Any, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
