@@ -25,7 +25,7 @@ from .head import head_forward_for, head_obstacle
 from .layers import LayerPatch, Switch, activation_name, attention_features, forward_for
 
 __all__ = [
-    "PatchReport", "honours_boundaries", "is_patched", "padding_free_obstacle", "patch", "patched_core", "rebind_head",
+    "PatchReport", "is_patched", "padding_free_obstacle", "patch", "patched_core", "rebind_head",
     "report", "unpatch",
 ]  # fmt: skip
 
@@ -164,11 +164,6 @@ def padding_free_obstacle(model: Any, max_length: int | None = None) -> str | No
                 f"(max_length is {max_length})"
             )
     return None
-
-
-def honours_boundaries(model: Any) -> bool:
-    """Whether the model takes several samples in one row without letting one see another."""
-    return padding_free_obstacle(model) is None
 
 
 def rebind_head(model: nn.Module) -> None:

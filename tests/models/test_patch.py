@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel
 
 import fastlm
-from fastlm.models.patch import honours_boundaries, is_patched, padding_free_obstacle, rebind_head
+from fastlm.models.patch import is_patched, padding_free_obstacle, rebind_head
 from tests.models.batches import LAYOUTS, alone, loss_and_gradients, samples, target_count
 from tests.tiny import FAMILIES, add_lora, relative_error, tiny_config, tiny_model
 
@@ -37,7 +37,7 @@ def test_everything_of_the_known_families_is_fused(family):
     norms = sum("norm" in name.rsplit(".", 1)[-1] for name, _ in model.named_modules())
     assert report.fused == {"head": 1, "layer": 2, "norm": norms, "attention": 2, "mlp": 2}
     assert report.stock == {} and report.obstacle is None
-    assert honours_boundaries(model)
+    assert padding_free_obstacle(model) is None
     assert "fastlm x 2" in str(report) and "padding-free" in str(report)
 
 
@@ -196,7 +196,7 @@ def test_unknown_code_stays_stock_and_is_named():
 def test_unknown_family_keeps_its_attention_and_refuses_boundaries():
     model = tiny_model("cohere")
     report = fastlm.patch(model)
-    assert "attention" not in report.fused and not honours_boundaries(model)
+    assert "attention" not in report.fused and padding_free_obstacle(model) is not None
     assert report.obstacle is not None
     with pytest.raises(ValueError, match="padding collator"):
         model(**LAYOUTS["flattened"](ROWS)[0])
@@ -221,7 +221,7 @@ def test_attention_dropout_and_unknown_activation_stay_stock():
     assert report.fused == {"head": 1, "layer": 2, "norm": 5}
     assert "attention dropout 0.1" in report.stock["model.layers.0.self_attn"]
     assert "activation" in report.stock["model.layers.0.mlp"]
-    assert not honours_boundaries(model)
+    assert padding_free_obstacle(model) is not None
 
 
 def test_a_hook_that_fusing_would_skip_runs():
