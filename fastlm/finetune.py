@@ -5,7 +5,6 @@ What makes the run fast is FastLanguageModel's and the wrapped SFTTrainer's; thi
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.chat_template_utils import has_generation_markers
 
 from .console import Interrupted
+from .export.atomic import move_into_place
 from .loader import FastLanguageModel
 from .rows import Row
 
@@ -164,12 +164,10 @@ def save_adapter(model: Any, tokenizer: Any, folder: Path) -> None:
         # Embeddings are not trained here; left on "auto", PEFT would ask the hub about the base model.
         model.save_pretrained(partial, save_embedding_layers=False)
         tokenizer.save_pretrained(partial)
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(partial, folder)
+        move_into_place(partial, folder, old)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)  # one that a crash left
 
 
 def answer(model: Any, tokenizer: Any, prompt: str | list[dict[str, str]], max_new_tokens: int = 64) -> str:

@@ -17,7 +17,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 
 from . import keywords as kw
 from .gguf_weights import GGUFCheckpoint, find_gguf
-from .models.patch import patch
+from .models.patch import patch, unwrap_peft
 from .options import (
     bits_of,
     check_bits,
@@ -172,7 +172,7 @@ class FastLanguageModel:
             _offer_merging(model)
             patch(model)
         spelled = str(dtype).removeprefix("torch.")
-        print(f"fastlm: {name}: {spelled}, {bits_of(_core(model))}, {model.device}")
+        print(f"fastlm: {name}: {spelled}, {bits_of(unwrap_peft(model))}, {model.device}")
         return model, tokenizer
 
     @staticmethod
@@ -219,7 +219,7 @@ class FastLanguageModel:
         if not isinstance(r, int) or isinstance(r, bool) or r <= 0:
             raise ValueError(f"r is {r!r}; the rank of LoRA must be a whole number above 0, e.g. 16")
         checkpointing = kw.check_checkpointing(use_gradient_checkpointing)
-        core = _core(model)
+        core = unwrap_peft(model)
         if not isinstance(core, PreTrainedModel):
             raise TypeError(f"get_peft_model takes a transformers model, not {type(model).__name__}")
         explicit = not isinstance(use_gradient_checkpointing, _DefaultText)
@@ -265,7 +265,7 @@ class FastLanguageModel:
     @staticmethod
     def for_inference(model: Any) -> Any:
         """Switch to evaluation with the key-value cache on and checkpointing off; returns the model."""
-        core = _core(model)
+        core = unwrap_peft(model)
         if not hasattr(core, "_fastlm_training_state"):
             names = [name for name, m in core.named_modules() if getattr(m, "gradient_checkpointing", False)]
             core._fastlm_training_state = (names, core.config.use_cache)
@@ -278,18 +278,12 @@ class FastLanguageModel:
     @staticmethod
     def for_training(model: Any) -> Any:
         """Undo ``for_inference``: training mode, checkpointing and cache as they were; returns the model."""
-        core = _core(model)
+        core = unwrap_peft(model)
         names, core.config.use_cache = core.__dict__.pop("_fastlm_training_state", ((), False))
         for name in names:
             core.get_submodule(name).gradient_checkpointing = True
         model.train()
         return model
-
-
-def _core(model: Any) -> Any:
-    """The causal LM inside PEFT's wrapper, or the model itself."""
-    get_base_model = getattr(model, "get_base_model", None)
-    return get_base_model() if get_base_model is not None and hasattr(model, "peft_config") else model
 
 
 def _existing(model_name: str | os.PathLike[str], whose: str = "") -> str:

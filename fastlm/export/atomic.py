@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-__all__ = ["atomic_directory"]
+__all__ = ["atomic_directory", "move_into_place"]
 
 # what an export writes, and so may replace; adapters, checkpoints and anything unknown are never deleted
 _REPLACEABLE = (
@@ -52,7 +52,7 @@ def atomic_directory(path: str | os.PathLike[str], needed_bytes: int) -> Iterato
     temporary.mkdir()
     try:
         yield temporary
-        _move_into_place(temporary, target, target.with_name(f".{target.name}.{unique}.old"))
+        move_into_place(temporary, target, target.with_name(f".{target.name}.{unique}.old"))
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # gone already where the move succeeded
 
@@ -73,7 +73,8 @@ def _check_replaceable(target: Path) -> None:
         )
 
 
-def _move_into_place(temporary: Path, target: Path, previous: Path) -> None:
+def move_into_place(temporary: Path, target: Path, previous: Path) -> None:
+    """Rename a finished folder to ``target``; one that is there waits as ``previous``, and comes back on an error."""
     if not target.exists():
         temporary.rename(target)
         return

@@ -15,12 +15,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft import PeftModel
 from peft.tuners import lora
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from ..models.patch import unwrap_peft
 
 __all__ = ["MergedWeight", "Pair", "base_model", "form_tensors", "merged_weights"]
 
@@ -61,7 +62,7 @@ def form_tensors(weight: MergedWeight) -> tuple[dict[str, Tensor], list[Pair]]:
 
 def base_model(model: Any) -> PreTrainedModel:
     """The transformers model, looked for inside PEFT's wrapper; TypeError where there is none."""
-    core = model.get_base_model() if isinstance(model, PeftModel) else model
+    core = unwrap_peft(model)
     if not isinstance(core, PreTrainedModel):
         raise TypeError(f"only a transformers model, bare or inside PEFT, is merged, not {type(model).__name__}")
     return core

@@ -26,7 +26,7 @@ from .layers import LayerPatch, Switch, activation_name, attention_features, for
 
 __all__ = [
     "PatchReport", "is_patched", "padding_free_obstacle", "patch", "patched_core", "rebind_head",
-    "report", "unpatch",
+    "report", "unpatch", "unwrap_peft",
 ]  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def report(model: nn.Module) -> PatchReport:
 
 def patched_core(model: Any) -> PreTrainedModel | None:
     """The patched transformers model inside PEFT's wrappers, or None where there is none."""
-    core = _unwrap_peft(model)
+    core = unwrap_peft(model)
     patched = core.__dict__.get("_fastlm_model") if isinstance(core, PreTrainedModel) else None
     return core if patched is not None and patched.switch.on else None
 
@@ -189,13 +189,14 @@ def _core(model: Any, wrapped_is_fine: bool = False) -> PreTrainedModel:
         ):  # fmt: skip
             if wrapper in names:
                 raise ValueError(f"the model is already wrapped by {what}; call fastlm.patch before wrapping it")
-    core = _unwrap_peft(getattr(model, "_orig_mod", getattr(model, "module", model)) if wrapped_is_fine else model)
+    core = unwrap_peft(getattr(model, "_orig_mod", getattr(model, "module", model)) if wrapped_is_fine else model)
     if not isinstance(core, PreTrainedModel):
         raise TypeError(f"fastlm patches transformers models and PEFT models around them, not {type(model).__name__}")
     return core
 
 
-def _unwrap_peft(model: Any) -> Any:
+def unwrap_peft(model: Any) -> Any:
+    """The model inside PEFT's wrapper, or the model itself."""
     get_base = getattr(model, "get_base_model", None)
     return get_base() if get_base is not None and hasattr(model, "peft_config") else model
 

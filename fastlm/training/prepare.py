@@ -61,8 +61,7 @@ def prepare_dataset(
     counts = state.counts[name] = Counts(samples=len(dataset))
     dataset = _without_padding(dataset, config, name)
     whole = config.packing_strategy == "bfd"  # the strategies that split samples are TRL's own
-    _check_ids(dataset, state.vocabulary, name)
-    lengths, targets = _row_facts(dataset, name)
+    lengths, targets = _row_facts(dataset, name, state.vocabulary)
     had_target = targets > 0
     if config.max_length is not None and (whole or not packing) and (lengths > config.max_length).any():
         counts.cut = int((lengths > config.max_length).sum())
@@ -132,28 +131,29 @@ def _lists(table: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
     return lengths.astype(np.int64), values
 
 
-def _check_ids(dataset: Any, vocabulary: int | None, name: str) -> None:
+def _check_ids(ids: np.ndarray, vocabulary: int, name: str) -> None:
     """ValueError for a token that has no row in the embedding table: a GPU would only say "device-side assert"."""
-    if vocabulary is None:
-        return
-    for table in _tables(dataset, ["input_ids"]):
-        ids = _lists(table, "input_ids")[1]
-        wrong = ids[(ids < 0) | (ids >= vocabulary)]
-        if len(wrong):
-            raise ValueError(
-                f"the {name} data set has the token {wrong[0]}, and the model's tokens go from 0 to "
-                f"{vocabulary - 1}: use the model's own tokenizer, or grow the model before adding LoRA: "
-                "model.resize_token_embeddings(len(tokenizer))"
-            )
+    wrong = ids[(ids < 0) | (ids >= vocabulary)]
+    if len(wrong):
+        raise ValueError(
+            f"the {name} data set has the token {wrong[0]}, and the model's tokens go from 0 to "
+            f"{vocabulary - 1}: use the model's own tokenizer, or grow the model before adding LoRA: "
+            "model.resize_token_embeddings(len(tokenizer))"
+        )
 
 
-def _row_facts(dataset: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Per row: tokens, and targets (labels that are not -100, a sample's first token aside), int64 [R]."""
+def _row_facts(dataset: Any, name: str, vocabulary: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Per row: tokens, and targets (labels that are not -100, a sample's first token aside), int64 [R].
+
+    vocabulary: rows of the embedding table, which every token id must lie within; None: not checked.
+    """
     packed = "seq_lengths" in dataset.column_names
     columns = ["input_ids", "labels", *(["seq_lengths"] if packed else [])]
     lengths, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for table in _tables(dataset, columns):
-        row_lengths, _ = _lists(table, "input_ids")
+        row_lengths, ids = _lists(table, "input_ids")
+        if vocabulary is not None:
+            _check_ids(ids, vocabulary, name)
         label_lengths, labels = _lists(table, "labels")
         if not np.array_equal(row_lengths, label_lengths):
             row = sum(map(len, lengths)) + int(np.argmax(row_lengths != label_lengths))
