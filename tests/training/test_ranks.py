@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ranks import finish_rank
+
 from . import runs
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +22,7 @@ def main(out: str) -> None:
     args = runs.config(out, per_device_train_batch_size=1, use_cpu=True, ddp_backend="gloo")
     trainer, gradients = runs.train(runs.model(), runs.rows((11, 91)), args)
     torch.save((trainer.state.log_history[0], gradients[0]), f"{out}/rank{args.process_index}.pt")
+    finish_rank()
 
 
 def test_b_unequal_microbatches_on_two_ranks(tmp_path: Any) -> None:
