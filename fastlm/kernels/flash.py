@@ -329,6 +329,11 @@ def _launch(
 @lru_cache(maxsize=64)
 def _blocks(device: torch.device, dtype: torch.dtype, block_d: int) -> tuple[Blocks, Blocks, Blocks]:
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 8
+    return blocks_for(major, dtype, block_d)
+
+
+def blocks_for(major: int, dtype: torch.dtype, block_d: int) -> tuple[Blocks, Blocks, Blocks]:
+    """Forward's, dQ's, and dK and dV's blocks on a GPU of that compute capability."""
     table = _FP32 if dtype == torch.float32 else _HOPPER if major in (9, 10) else _OTHERS
     return table[max(block_d, 64)]
 
