@@ -41,17 +41,9 @@ def run_interpreted(file: str) -> None:
     assert child.returncode == 0 and " passed" in child.stdout, child.stdout[-8000:] + child.stderr[-2000:]
 
 
-def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on torch.empty is full of NaN, so that whatever a kernel fails to write shows."""
-    empty = torch.empty
-
-    def poisoned(*args: object, **kwargs: object) -> Tensor:
-        tensor = empty(*args, **kwargs)  # type: ignore[call-overload]
-        if tensor.is_floating_point():
-            tensor.detach().fill_(float("nan"))
-        return tensor
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random normal values that take a gradient, where the kernels run."""
+    return torch.randn(shape, dtype=torch.float32, device=DEVICE).to(dtype).requires_grad_()
 
 
 def far_apart(count: int, *shape: int) -> list[Tensor]:

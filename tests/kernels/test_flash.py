@@ -18,10 +18,11 @@ from .interpreter import (
     far_apart,
     gradients,
     kernel_test,
-    poison_empty,
     run_interpreted,
 )
 from .test_attention import boundaries, dense
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 # The backward passes form p = 2^(logit - lse) again, where torch keeps p: rounding a logit and an lse of 4 to
 # 8 costs 1.4 ulps of p each. In half dtypes both round p itself; half an ulp more for the few sums of sinks.
@@ -44,11 +45,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")
 
 def test_interpreted() -> None:
     run_interpreted(__file__)
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_empty(monkeypatch)
 
 
 @pytest.fixture

@@ -19,9 +19,10 @@ from .interpreter import (
     far_apart,
     gradients,
     kernel_test,
-    poison_empty,
     run_interpreted,
 )
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 ULPS = 1.0  # one rounding; exp, erf and tanh of the GPU's fast mathematics are a few fp32 ulps from torch's
 SHAPES = [
@@ -34,11 +35,6 @@ SHAPES = [
 
 def test_interpreted() -> None:
     run_interpreted(__file__)
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_empty(monkeypatch)
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

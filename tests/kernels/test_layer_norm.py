@@ -19,9 +19,10 @@ from .interpreter import (
     far_apart,
     gradients,
     kernel_test,
-    poison_empty,
     run_interpreted,
 )
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 SHAPES = [  # x, weight
     ((1, 1, 64), (64,)),  # one token
@@ -35,11 +36,6 @@ SHAPES = [  # x, weight
 
 def test_interpreted() -> None:
     run_interpreted(__file__)
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_empty(monkeypatch)
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

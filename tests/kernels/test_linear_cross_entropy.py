@@ -27,9 +27,10 @@ from .interpreter import (
     double_leaf,
     gradients,
     kernel_test,
-    poison_empty,
     run_interpreted,
 )
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 ALL_AT_ONCE = dict(softcap=5.0, logit_scale=2.0, temperature=1.3, label_smoothing=0.2, z_loss=1e-3)
 CASES: dict[str, dict[str, float]] = {
@@ -52,11 +53,6 @@ ULPS = 4.0  # sums over the vocabulary run in another order, and entropy is a di
 
 def test_interpreted() -> None:
     run_interpreted(__file__)
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_empty(monkeypatch)
 
 
 def row_losses(

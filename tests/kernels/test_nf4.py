@@ -7,7 +7,9 @@ import torch
 from fastlm.kernels import nf4
 from fastlm.kernels.launch import long_indexing
 
-from .interpreter import DEVICE, interpreting, kernel_test, poison_empty, run_interpreted
+from .interpreter import DEVICE, interpreting, kernel_test, run_interpreted
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 CASES = [
     (64, 64),
@@ -20,11 +22,6 @@ CASES = [
 
 def test_interpreted() -> None:
     run_interpreted(__file__)
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_empty(monkeypatch)
 
 
 def quantised(*shape: int, dtype: torch.dtype, quant_type: str = "nf4", nested: bool = True):

@@ -28,9 +28,11 @@ from .interpreter import (
     gradients,
     interpreting,
     kernel_test,
-    poison_empty,
+    leaf,
     run_interpreted,
 )
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 FLAVOURS = {
     "llama": dict(offset=0.0, cast_before_scale=True),
@@ -51,19 +53,10 @@ def test_interpreted() -> None:
     run_interpreted(__file__)
 
 
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_empty(monkeypatch)
-
-
 def truth(x: Tensor, weight: Tensor, dy: Tensor, offset: float = 0.0) -> list[Tensor]:
     x, weight = double_leaf(x), double_leaf(weight)
     y = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (offset + weight)
     return gradients([y], [x, weight], [dy])
-
-
-def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, dtype=torch.float32, device=DEVICE).to(dtype).requires_grad_()
 
 
 def both_ways(function: Callable[..., Tensor], x: Tensor, weight: Tensor, dy: Tensor, **kwargs: object) -> list[Tensor]:

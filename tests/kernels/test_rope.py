@@ -18,9 +18,11 @@ from .interpreter import (
     far_apart,
     gradients,
     kernel_test,
-    poison_empty,
+    leaf,
     run_interpreted,
 )
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 SHAPES = [  # B, T, query heads, key heads, D, R
     (1, 1, 4, 1, 64, 64),  # one token
@@ -35,15 +37,6 @@ SHAPES = [  # B, T, query heads, key heads, D, R
 
 def test_interpreted() -> None:
     run_interpreted(__file__)
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    poison_empty(monkeypatch)
-
-
-def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, dtype=torch.float32, device=DEVICE).to(dtype).requires_grad_()
 
 
 def tables(angles: Tensor, layout: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
