@@ -55,6 +55,7 @@ class _Frozen:
     scales: tuple[float, ...]
     dtype: torch.dtype
     activation: str = ""
+    output_needed: bool = True
 
 
 def _dense(weight: Tensor | Dequantizable, dtype: torch.dtype) -> Tensor:
@@ -221,14 +222,19 @@ class LoraMLPFunction(torch.autograd.Function):
                          frozen.scales[i])
                 for i in range(2)
             )  # fmt: skip
-            hidden = _gated(gate, up, frozen.activation)
-            low_down = None if a[2] is None else hidden @ a[2].to(dtype).t()
-            out = _project(hidden, low_down, _dense(frozen.weights[2], dtype), frozen.biases[2], _cast(b[2], dtype),
-                           frozen.scales[2])  # fmt: skip
+            rebuilt = a[2] is not None or frozen.output_needed
+            hidden = _gated(gate, up, frozen.activation) if rebuilt else None
+            low_down = None if a[2] is None or hidden is None else hidden @ a[2].to(dtype).t()
+            if frozen.output_needed and hidden is not None:
+                out = _project(hidden, low_down, _dense(frozen.weights[2], dtype), frozen.biases[2],
+                               _cast(b[2], dtype), frozen.scales[2])  # fmt: skip
+                out = _shaped(out, x)
+            else:
+                out = rows.new_zeros(()).expand(x.shape)
         needs_x = any(tensor is not None for tensor in a[:2])
         ctx.save_for_backward(rows if needs_x else None, low, low_down, gate, up, *adapters)
         ctx.frozen, ctx.shape, ctx.dtype = frozen, x.shape, x.dtype
-        return _shaped(out, x)
+        return out
 
     @staticmethod
     @once_differentiable
@@ -252,7 +258,9 @@ class LoraMLPFunction(torch.autograd.Function):
         return dx, None, *da, *da_down, *db, *db_down
 
 
-def _split(projections: Sequence[Projection], x: Tensor, activation: str = "") -> tuple[_Frozen, list[Tensor | None]]:
+def _split(
+    projections: Sequence[Projection], x: Tensor, activation: str = "", output_needed: bool = True
+) -> tuple[_Frozen, list[Tensor | None]]:
     for index, projection in enumerate(projections):
         trained = [t for t in (projection.weight, projection.bias) if isinstance(t, Tensor) and t.requires_grad]
         if trained:
@@ -261,7 +269,7 @@ def _split(projections: Sequence[Projection], x: Tensor, activation: str = "") -
             raise ValueError(f"projection {index} has one half of an adapter; give both a and b, or neither")
     frozen = _Frozen(
         tuple(p.weight for p in projections), tuple(p.bias for p in projections), tuple(p.scale for p in projections),
-        _compute_dtype(x, projections[0].weight), activation,
+        _compute_dtype(x, projections[0].weight), activation, output_needed,
     )  # fmt: skip
     return frozen, [*(p.a for p in projections), *(p.b for p in projections)]
 
@@ -279,15 +287,18 @@ def lora_linear(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, .
     return LoraLinearFunction.apply(x, frozen, *adapters)
 
 
-def lora_mlp(x: Tensor, gate: Projection, up: Projection, down: Projection, activation: str) -> Tensor:
+def lora_mlp(
+    x: Tensor, gate: Projection, up: Projection, down: Projection, activation: str, *, output_needed: bool = True
+) -> Tensor:
     """down(act(gate(x)) * up(x)) with adapters on any of the three; x [..., in] -> [..., out].
 
     activation: "silu", "gelu_tanh" or "gelu". Dtypes and errors as for `lora_linear`. Keeps x, the gate and up
-    products and the skinny products for backward.
+    products and the skinny products for backward. output_needed: False for a call whose backward alone is wanted,
+    where out = in: zeros come back, without the down product, and the gradients are those of the full call.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
-    frozen, adapters = _split((gate, up, down), x, activation)
+    frozen, adapters = _split((gate, up, down), x, activation, output_needed)
     return LoraMLPFunction.apply(x, frozen, *adapters)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from . import forms
+from .checkpointing import choose
 from .fingerprint import fingerprint
 from .head import boundaries_from, boundaries_on
 from .layers import Switch
@@ -69,6 +70,7 @@ def prepare_backbone(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     patched: ModelPatch | None = backbone.__dict__.get("_fastlm_backbone")
     if patched is None or not patched.switch.on:
         return None
+    choose(getattr(backbone, "layers", ()))
     boundaries = boundaries_from(kwargs)
     if boundaries is None:
         kwargs.pop("boundaries", None)

@@ -11,6 +11,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..kernels.attention import attention
@@ -21,6 +22,7 @@ from ..kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 from ..kernels.rope import rope
 from ..packing.boundaries import SequenceBoundaries
 from .adapters import fusable, global_hooks, has_hooks
+from .checkpointing import CALL_CHECKPOINTS
 from .fingerprint import stock_function
 from .forms import AttentionForm, LayerForm, MLPForm, NormForm
 
@@ -56,6 +58,7 @@ class LayerPatch:
 
     kind: "norm", "mlp", "attention", "layer" or "head". form: how the stock code is written (forms.py).
     previous: the instance's own forward that ours replaced, put back by unpatch; None where there was none.
+    recomputing: whether a decoder layer runs for its graph alone, in backward (checkpointing.py).
     """
 
     kind: str
@@ -63,6 +66,7 @@ class LayerPatch:
     switch: Switch
     backend: str | None = None
     previous: Any = field(default=None, repr=False)
+    recomputing: bool = field(default=False, repr=False)
 
 
 def layer_patch(module: nn.Module) -> LayerPatch | None:
@@ -115,17 +119,30 @@ def _layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) 
     options = _open_norms(*norms)
     if form is None or options is None or args:
         return type(self).forward(self, hidden_states, *args, **kwargs)
+    if not CALL_CHECKPOINTS and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("use_cache", "cache")}
+        run = functools.partial(_layer_body, self, form, options, **kwargs)
+        return self._gradient_checkpointing_func(run, hidden_states)
+    return _layer_body(self, form, options, hidden_states, **kwargs)
+
+
+def _layer_body(
+    self: Any, form: LayerForm, options: list[dict[str, Any]], hidden_states: Tensor, **kwargs: Any
+) -> Tensor:
     residual = hidden_states
+    after_attention = self.post_attention_layernorm
     attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-    if not form.sandwich:
-        normed, residual = add_rms_norm(attended, residual, after_attention.weight, **options[0])
+    if form.sandwich:  # a norm reads the MLP's output, so that is needed in any case
+        residual = rms_norm_add(attended, residual, after_attention.weight, **options[0])
+        out = self.mlp(self.pre_feedforward_layernorm(residual))
+        return rms_norm_add(out, residual, self.post_feedforward_layernorm.weight, **options[1])
+    normed, residual = add_rms_norm(attended, residual, after_attention.weight, **options[0])
+    if not self._fastlm.recomputing or has_hooks(self.mlp) or layer_patch(self.mlp) is None:
         return residual + self.mlp(normed)
-    residual = rms_norm_add(attended, residual, after_attention.weight, **options[0])
-    out = self.mlp(self.pre_feedforward_layernorm(residual))
-    return rms_norm_add(out, residual, norms[1].weight, **options[1])
+    return residual + _mlp_forward(self.mlp, normed, output_needed=False)  # the sum is thrown away
 
 
-def _mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
+def _mlp_forward(self: Any, hidden_states: Tensor, output_needed: bool = True) -> Tensor:
     patch = layer_patch(self)
     activation = None if patch is None else activation_name(getattr(self, patch.form.activation))
     if patch is None or activation is None or has_hooks(getattr(self, patch.form.activation)) or global_hooks():
@@ -137,7 +154,9 @@ def _mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
     projections = fusable(hidden_states, (self.gate_proj, self.up_proj, self.down_proj))
     if projections is not None:
         gate_projection, up_projection, down_projection = projections
-        return lora_mlp(hidden_states, gate_projection, up_projection, down_projection, activation)
+        return lora_mlp(
+            hidden_states, gate_projection, up_projection, down_projection, activation, output_needed=output_needed
+        )
     gate, up = _outputs(hidden_states, self.gate_proj, self.up_proj)
     return _outputs(glu(gate, up, activation), self.down_proj)[0]
 
