@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3")
 VOCABULARY = 300
 
 _EXTRA: dict[str, dict[str, Any]] = {
@@ -21,6 +21,7 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "gemma3_text": dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=6,
                         layer_types=["sliding_attention", "full_attention"]),
     "phi3": dict(sliding_window=None),
+    "olmo3": dict(sliding_window=6, layer_types=["sliding_attention", "full_attention"]),
 }  # fmt: skip
 
 

@@ -1,8 +1,10 @@
-"""RMSNorm of every query and key head, then the rotation, in one launch for q and k; out of place.
+"""RMSNorm of every query and key head, or of all heads of a token together, then the rotation, in one launch for q
+and k; out of place.
 
-Replaces q_norm, k_norm and apply_rotary_pos_emb of qwen3, gemma3 and their like: q and k are read once and written
-once. Backward is one launch too, with the weights' gradients, if any, summed in fp32 in a fixed order. It reads q
-and k anyway, so it recomputes the reciprocal root of each head: saving that would move 4 bytes a head more, twice.
+Replaces q_norm, k_norm and apply_rotary_pos_emb of qwen3 and gemma3 (each head), of olmo2 and olmo3 (all heads
+together), and of their like: q and k are read once and written once. Backward is one launch too, with the weights'
+gradients, if any, summed in fp32 in a fixed order. It reads q and k anyway, so it recomputes the reciprocal root of
+each norm: saving that would move 4 bytes a head more, twice.
 """
 
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ from .rope import LAYOUTS, check_rope, load_pairs, rope_reference, rope_tables, 
 __all__ = ["NormRopeFunction", "norm_rope", "norm_rope_fwd_bwd", "norm_rope_reference"]
 
 PAIRS_PER_BLOCK = 2048  # as in rope: all heads of most models at once
+TOGETHER_PAIRS = 4096  # at most, where all heads share one norm and so one block: 8,192 elements
 WARPS = 4
 # Weight gradients: programs that loop over tokens, with the next ones on their way; 8 warps hold the sums in 128
 # registers a thread (sm_90), where 4 take 168
@@ -27,12 +30,22 @@ BYTES_IN_FLIGHT = 80 * 1024  # at most, of shared memory: an sm_86 has 99 KiB
 
 
 @triton.jit
+def _mean(sums_of_pairs, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TOGETHER: tl.constexpr):
+    """Over what one norm covers: [HEAD_BLOCK, PAIR_BLOCK] -> [HEAD_BLOCK, 1], or a scalar for all heads together."""
+    by_head = tl.sum(sums_of_pairs, axis=1)
+    if TOGETHER:
+        return tl.sum(by_head, axis=0) / (HEADS * HEAD_DIM)
+    else:
+        return (by_head / HEAD_DIM)[:, None]
+
+
+@triton.jit
 def _norm_rotate_heads(
     x_pointer, dout_pointer, out_pointer, weight1, weight2, cos, sin, dweight1, dweight2, eps,
     x_head_stride, x_dim_stride, dout_head_stride, dout_dim_stride,
     HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr,
-    PAIR_BLOCK: tl.constexpr, CAST_BEFORE_SCALE: tl.constexpr, NEIGHBOURS: tl.constexpr, BACKWARD: tl.constexpr,
-    WEIGHT_GRADIENT: tl.constexpr, LONG_INDEXING: tl.constexpr,
+    PAIR_BLOCK: tl.constexpr, TOGETHER: tl.constexpr, CAST_BEFORE_SCALE: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    BACKWARD: tl.constexpr, WEIGHT_GRADIENT: tl.constexpr, LONG_INDEXING: tl.constexpr,
 ):  # fmt: skip
     """All heads of one token; out, contiguous [HEADS, HEAD_DIM], gets the rotated norms or the gradient of x."""
     for start in tl.static_range(0, HEADS, HEAD_BLOCK):  # unrolled: loads of the next token join its pipeline
@@ -42,7 +55,7 @@ def _norm_rotate_heads(
             head = head.to(tl.int64)
         x_head = x_pointer + head * x_head_stride
         x1, x2 = load_pairs(x_head, mask, x_dim_stride, HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, LONG_INDEXING)
-        rstd = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / HEAD_DIM + eps)[:, None]
+        rstd = tl.rsqrt(_mean(x1 * x1 + x2 * x2, HEADS, HEAD_DIM, TOGETHER) + eps)
         x1 *= rstd
         x2 *= rstd
         normed1 = x1  # what the weight multiplies
@@ -62,7 +75,7 @@ def _norm_rotate_heads(
                 dweight2 += scaled2 * normed2
             scaled1 *= weight1
             scaled2 *= weight2
-            slope = (tl.sum(scaled1 * x1 + scaled2 * x2, axis=1) / HEAD_DIM)[:, None]
+            slope = _mean(scaled1 * x1 + scaled2 * x2, HEADS, HEAD_DIM, TOGETHER)
             y1 = rstd * (scaled1 - x1 * slope)
             y2 = rstd * (scaled2 - x2 * slope)
         else:
@@ -85,19 +98,22 @@ def _norm_rope_kernel(
     dk_out_batch_stride, dk_out_token_stride, dk_out_head_stride, dk_out_dim_stride,
     cos_batch_stride, cos_token_stride, sin_batch_stride, sin_token_stride,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_HEAD_BLOCK: tl.constexpr, K_HEAD_BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, PAIR_BLOCK: tl.constexpr, OFFSET: tl.constexpr,
-    CAST_BEFORE_SCALE: tl.constexpr, NEIGHBOURS: tl.constexpr, TABLE_STEP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, PAIR_BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
+    OFFSET: tl.constexpr, CAST_BEFORE_SCALE: tl.constexpr, NEIGHBOURS: tl.constexpr, TABLE_STEP: tl.constexpr,
     STAGES: tl.constexpr, BACKWARD: tl.constexpr, WEIGHT_GRADIENT: tl.constexpr, LONG_INDEXING: tl.constexpr,
 ):  # fmt: skip
     # program p takes tokens p, p + program_count, ... of all rows of the batch, each of token_count
     program = tl.program_id(0)
     pair = tl.arange(0, PAIR_BLOCK)
-    one = tl.zeros([1, 1], dtype=tl.int32)  # as if one head
+    q_row = tl.arange(0, Q_HEAD_BLOCK if TOGETHER else 1)[:, None]  # of the weight: one a head, or one for all
+    k_row = tl.arange(0, K_HEAD_BLOCK if TOGETHER else 1)[:, None]
+    Q_ROWS: tl.constexpr = Q_HEADS if TOGETHER else 1
+    K_ROWS: tl.constexpr = K_HEADS if TOGETHER else 1
     q_weight1, q_weight2 = load_pairs(
-        q_weight_pointer + one, one == 0, 1, HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, False
+        q_weight_pointer + q_row * HEAD_DIM, q_row < Q_ROWS, 1, HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, False
     )
     k_weight1, k_weight2 = load_pairs(
-        k_weight_pointer + one, one == 0, 1, HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, False
+        k_weight_pointer + k_row * HEAD_DIM, k_row < K_ROWS, 1, HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, False
     )
     dq_weight1 = tl.zeros([Q_HEAD_BLOCK, PAIR_BLOCK], dtype=tl.float32)
     dq_weight2 = tl.zeros([Q_HEAD_BLOCK, PAIR_BLOCK], dtype=tl.float32)
@@ -119,25 +135,31 @@ def _norm_rope_kernel(
             dq_out_pointer + batch * dq_out_batch_stride + token * dq_out_token_stride,
             q_out_pointer + row * (Q_HEADS * HEAD_DIM), q_weight1 + OFFSET, q_weight2 + OFFSET, cos, sin,
             dq_weight1, dq_weight2, eps, q_head_stride, q_dim_stride, dq_out_head_stride, dq_out_dim_stride,
-            Q_HEADS, Q_HEAD_BLOCK, HEAD_DIM, ROTATED, PAIR_BLOCK, CAST_BEFORE_SCALE, NEIGHBOURS, BACKWARD,
-            WEIGHT_GRADIENT, LONG_INDEXING,
+            Q_HEADS, Q_HEAD_BLOCK, HEAD_DIM, ROTATED, PAIR_BLOCK, TOGETHER, CAST_BEFORE_SCALE, NEIGHBOURS,
+            BACKWARD, WEIGHT_GRADIENT, LONG_INDEXING,
         )  # fmt: skip
         dk_weight1, dk_weight2 = _norm_rotate_heads(
             k_pointer + batch * k_batch_stride + token * k_token_stride,
             dk_out_pointer + batch * dk_out_batch_stride + token * dk_out_token_stride,
             k_out_pointer + row * (K_HEADS * HEAD_DIM), k_weight1 + OFFSET, k_weight2 + OFFSET, cos, sin,
             dk_weight1, dk_weight2, eps, k_head_stride, k_dim_stride, dk_out_head_stride, dk_out_dim_stride,
-            K_HEADS, K_HEAD_BLOCK, HEAD_DIM, ROTATED, PAIR_BLOCK, CAST_BEFORE_SCALE, NEIGHBOURS, BACKWARD,
-            WEIGHT_GRADIENT, LONG_INDEXING,
+            K_HEADS, K_HEAD_BLOCK, HEAD_DIM, ROTATED, PAIR_BLOCK, TOGETHER, CAST_BEFORE_SCALE, NEIGHBOURS,
+            BACKWARD, WEIGHT_GRADIENT, LONG_INDEXING,
         )  # fmt: skip
-    if WEIGHT_GRADIENT:  # partial: [programs, 2, HEAD_DIM]
+    if WEIGHT_GRADIENT:  # partial: [programs, Q_ROWS + K_ROWS, HEAD_DIM]
+        if not TOGETHER:
+            dq_weight1 = tl.sum(dq_weight1, axis=0)[None, :]
+            dq_weight2 = tl.sum(dq_weight2, axis=0)[None, :]
+            dk_weight1 = tl.sum(dk_weight1, axis=0)[None, :]
+            dk_weight2 = tl.sum(dk_weight2, axis=0)[None, :]
+        partial_row = partial_pointer + program * ((Q_ROWS + K_ROWS) * HEAD_DIM)
         store_pairs(
-            partial_pointer + program * (2 * HEAD_DIM) + one, one == 0, tl.sum(dq_weight1, axis=0)[None, :],
-            tl.sum(dq_weight2, axis=0)[None, :], HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, False,
+            partial_row + q_row * HEAD_DIM, q_row < Q_ROWS, dq_weight1, dq_weight2,
+            HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, False,
         )  # fmt: skip
         store_pairs(
-            partial_pointer + (program * 2 + 1) * HEAD_DIM + one, one == 0, tl.sum(dk_weight1, axis=0)[None, :],
-            tl.sum(dk_weight2, axis=0)[None, :], HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, False,
+            partial_row + (Q_ROWS + k_row) * HEAD_DIM, k_row < K_ROWS, dk_weight1, dk_weight2,
+            HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, False,
         )  # fmt: skip
 
 
@@ -163,22 +185,26 @@ def norm_rope_fwd_bwd(
         return q_out, k_out, *dweights
     cos, sin, table_strides, rotated = rope_tables(cos, sin, layout)
     pair_block = next_power_of_2(head_dim // 2)
-    q_block, k_block = (min(next_power_of_2(n), max(1, PAIRS_PER_BLOCK // pair_block)) for n in (q_heads, k_heads))
-    programs, warps, stages, partial = row_count, WARPS, 1, q  # partial is never written without WEIGHT_GRADIENT
+    together = _together(q, k, q_weight, k_weight)
+    q_block, k_block = next_power_of_2(q_heads), next_power_of_2(k_heads)
+    if not together:
+        q_block, k_block = (min(block, max(1, PAIRS_PER_BLOCK // pair_block)) for block in (q_block, k_block))
+    programs, stages, partial = row_count, 1, q  # partial is never written without WEIGHT_GRADIENT
+    warps = WARPS if q_block * pair_block <= PAIRS_PER_BLOCK else 2 * WARPS
     if weight_gradient:
-        warps = WEIGHT_GRADIENT_WARPS
+        warps = WEIGHT_GRADIENT_WARPS if q_block * pair_block <= PAIRS_PER_BLOCK else 2 * WEIGHT_GRADIENT_WARPS
         programs = looping_programs(row_count, warps, q.device)
         heads = triton.cdiv(q_heads, q_block) * q_block + triton.cdiv(k_heads, k_block) * k_block
         token_bytes = heads * 2 * pair_block * (q.element_size() + dq_out.element_size())
         stages = 1 + min(2, BYTES_IN_FLIGHT // token_bytes)
-        partial = torch.empty(programs, 2 * head_dim, dtype=torch.float32, device=q.device)
+        partial = torch.empty(programs, q_weight.numel() + k_weight.numel(), dtype=torch.float32, device=q.device)
     with device_guard(q):
         _norm_rope_kernel[(programs,)](
             q, k, dq_out, dk_out, q_weight.contiguous(), k_weight.contiguous(), cos, sin, q_out, k_out, partial,
             token_count, row_count, programs, options.eps,
             *q.stride(), *k.stride(), *dq_out.stride(), *dk_out.stride(), *table_strides,
             Q_HEADS=q_heads, K_HEADS=k_heads, Q_HEAD_BLOCK=q_block, K_HEAD_BLOCK=k_block,
-            HEAD_DIM=head_dim, ROTATED=rotated, PAIR_BLOCK=pair_block, OFFSET=options.offset,
+            HEAD_DIM=head_dim, ROTATED=rotated, PAIR_BLOCK=pair_block, TOGETHER=together, OFFSET=options.offset,
             CAST_BEFORE_SCALE=options.cast_before_scale, NEIGHBOURS=LAYOUTS[layout].neighbours,
             TABLE_STEP=LAYOUTS[layout].table_step, STAGES=stages, BACKWARD=incoming is not None,
             WEIGHT_GRADIENT=weight_gradient,
@@ -187,7 +213,14 @@ def norm_rope_fwd_bwd(
     if not weight_gradient:
         return q_out, k_out
     sums = sum_partials(partial, torch.promote_types(q_weight.dtype, k_weight.dtype))
-    return q_out, k_out, sums[:head_dim].to(q_weight.dtype), sums[head_dim:].to(k_weight.dtype)
+    q_sums, k_sums = sums.split([q_weight.numel(), k_weight.numel()])
+    return q_out, k_out, q_sums.to(q_weight.dtype), k_sums.to(k_weight.dtype)
+
+
+def _together(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor) -> bool:
+    """Whether one norm covers all heads of q, and one all of k, as the weights [Hq * D] and [Hk * D] say."""
+    wanted = [(x.shape[2] * x.shape[3],) for x in (q, k)]
+    return wanted == [q_weight.shape, k_weight.shape] and q.shape[2] > 1
 
 
 class NormRopeFunction(torch.autograd.Function):
@@ -211,13 +244,13 @@ def norm_rope(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, eps: float = 1e-6, *,
     offset: float = 0.0, cast_before_scale: bool = True, layout: str = "half",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`rms_norm` of each head of q and k, then `rope`; differentiable in q, k and both weights.
+    """`rms_norm` of q and k, then `rope`; differentiable in q, k and both weights.
 
     fp32 from load to store, but for the cast before the scale where `rms_norm` has it.
 
     Args:
         q: [B, T, Hq, D], k: [B, T, Hk, D]; D even; any strides, only read.
-        q_weight, k_weight: [D].
+        q_weight, k_weight: [D] each, for a norm of each head, or [Hq * D] and [Hk * D], for one norm of all heads.
         eps, offset, cast_before_scale: see `rms_norm`.
         cos, sin: [B or 1, T, R], layout: see `rope`.
     Returns:
@@ -226,9 +259,12 @@ def norm_rope(
         ValueError: what does not fit together, as in `rms_norm` and `rope`.
     """
     check_rope(q, k, cos, sin, layout)
+    together = _together(q, k, q_weight, k_weight)
     for x, weight in ((q, q_weight), (k, k_weight)):
-        check_norm("norm_rope", x, weight, offset=offset, cast_before_scale=cast_before_scale)
-    unsupported = cos.requires_grad or sin.requires_grad or q.shape[-1] % 2
+        row = weight if together else x
+        check_norm("norm_rope", row, weight, offset=offset, cast_before_scale=cast_before_scale)
+    pairs = next_power_of_2(max(q.shape[2], k.shape[2])) * next_power_of_2(q.shape[-1] // 2) if together else 0
+    unsupported = cos.requires_grad or sin.requires_grad or q.shape[-1] % 2 or pairs > TOGETHER_PAIRS
     if unsupported or not use_triton(q, k, q_weight, k_weight, cos, sin):
         flavour = {"offset": offset, "cast_before_scale": cast_before_scale}
         return norm_rope_reference(q, k, q_weight, k_weight, cos, sin, eps, layout=layout, **flavour)
@@ -241,5 +277,10 @@ def norm_rope_reference(
     layout: str = "half", **flavour: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`norm_rope` in plain torch, operation by operation as transformers does it."""
-    q, k = rms_norm_reference(q, q_weight, eps, **flavour), rms_norm_reference(k, k_weight, eps, **flavour)
-    return rope_reference(q, k, cos, sin, layout=layout)
+    together = _together(q, k, q_weight, k_weight)
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        row = x.flatten(2) if together else x
+        return rms_norm_reference(row, weight, eps, **flavour).view(x.shape)
+
+    return rope_reference(norm(q, q_weight), norm(k, k_weight), cos, sin, layout=layout)

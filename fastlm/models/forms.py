@@ -46,13 +46,13 @@ class AttentionForm:
     """Causal self-attention with rotary embeddings over half of each head, or over its first rotated part.
 
     packed: one qkv_proj instead of three projections.
-    head_norm: q_norm and k_norm over each head before the rotation.
+    head_norm: q_norm and k_norm before the rotation, over "each" head or over all of them "together".
     window: where the sliding window's length lives (the config, the module, or nowhere).
     softcap: whether the scores are capped by ``attn_logit_softcapping``.
     """
 
     packed: bool = False
-    head_norm: bool = False
+    head_norm: Literal["each", "together"] | None = None
     window: Literal["config", "module"] | None = None
     softcap: bool = False
 
@@ -61,24 +61,28 @@ class AttentionForm:
 class LayerForm:
     """Decoder layer: residual + attention(norm), then residual + mlp(norm).
 
-    sandwich: attention's and the MLP's outputs are normed as well, before they are added.
+    norm_in: attention and MLP read the residual stream through a norm.
+    norm_out: their outputs go through a norm before they are added.
     drops: dropout modules on both outputs.
     """
 
-    sandwich: bool = False
+    norm_in: bool = True
+    norm_out: bool = False
     drops: bool = False
 
 
 _LLAMA_NORM = NormForm("variance_epsilon", 0.0, True)
 _GEMMA_NORM = NormForm("eps", 1.0, False)
+_OLMO2_NORM = NormForm("variance_epsilon", 0.0, False)
 
 NORM: dict[str, NormForm] = {
     "8fd5cbf7d7397bd9": _LLAMA_NORM,  # llama, mistral, qwen2, qwen3, phi3
     "c10ea6f887e2fb97": _GEMMA_NORM,  # gemma, gemma2, gemma3
+    "3bed64023fdd3178": _OLMO2_NORM,  # olmo2, olmo3
 }
 
 MLP: dict[str, MLPForm] = {
-    "72b5cca9a7e33877": MLPForm(False, "act_fn"),  # llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3
+    "72b5cca9a7e33877": MLPForm(False, "act_fn"),  # llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, olmo2, olmo3
     "21f4cd772e77991a": MLPForm(True, "activation_fn"),  # phi3
 }
 
@@ -91,31 +95,35 @@ ATTENTION: dict[str, AttentionForm] = {
     **_both(AttentionForm(), "47a5284d30d59a18", "f4cf3f351f85e5f3"),  # llama, gemma
     **_both(AttentionForm(window="config"), "ee1387bbe25b7f66", "42d0cae3d1d2c77b"),  # mistral
     **_both(AttentionForm(window="module"), "6d0bb1e91bc85fe2", "1fa6890c860d4438"),  # qwen2
-    **_both(AttentionForm(window="module", head_norm=True), "5d987f99da212982", "8d853fb63b93a8ee"),  # qwen3
+    **_both(AttentionForm(window="module", head_norm="each"), "5d987f99da212982", "8d853fb63b93a8ee"),  # qwen3
     **_both(AttentionForm(window="module", softcap=True), "5eb3b0d0de517e3c", "5f2303ecc959b831"),  # gemma2
-    **_both(AttentionForm(window="module", head_norm=True), "9b1176ea10daf589", "bebba2129f17266d"),  # gemma3
+    **_both(AttentionForm(window="module", head_norm="each"), "9b1176ea10daf589", "bebba2129f17266d"),  # gemma3
     **_both(AttentionForm(window="config", packed=True), "aadb91c18c288571", "c1852037f6c5c636"),  # phi3
+    **_both(AttentionForm(head_norm="together"), "a83e82c5375c56f0", "cab1537164317cb8"),  # olmo2
+    **_both(AttentionForm(window="module", head_norm="together"), "0583dcd811ece441", "9a61280240291757"),  # olmo3
 }
 
 DECODER_LAYER: dict[str, LayerForm] = {
     **dict.fromkeys(("99c0b40c10c5dee0", "657f8ad8ff0b8554"), LayerForm()),  # llama, mistral, qwen2, qwen3, gemma
-    **dict.fromkeys(("4675a4f7ce2bac9e", "03ca7d936942132e"), LayerForm(sandwich=True)),  # gemma2, gemma3
+    **dict.fromkeys(("4675a4f7ce2bac9e", "03ca7d936942132e"), LayerForm(norm_out=True)),  # gemma2, gemma3
     **dict.fromkeys(("620bca08bc12d52b", "c440089dc6a08987"), LayerForm(drops=True)),  # phi3
+    **dict.fromkeys(("ef4729275ccecca1", "246f0b7a4bbe7932"), LayerForm(norm_in=False, norm_out=True)),  # olmo2, olmo3
 }
 
 # Recognised, not replaced: that every decoder layer and the backbone are known code is what proves that attention is
 # the only place where one token sees another, and that it gets what the model's forward was given.
 BACKBONE = frozenset({
-    "dc43db77aaecd631", "8d7942a63fe01961",  # llama
+    "dc43db77aaecd631", "8d7942a63fe01961",  # llama, olmo2
     "9caccf63c766d360", "b36c5f68c63a216a",  # mistral, phi3
     "418c5e92600c74c7", "3f83964719fc9919",  # qwen2, qwen3
     "b27ff59097dc33a5", "48d639bc30514d4b",  # gemma
     "c9d7ac36547a2189", "b186a85058db0e3e",  # gemma2
     "a5005a6aba53dcf6", "57e52c0c55ba6798",  # gemma3 (text)
+    "86936ab043a8e9f9", "5caef64159cb3214",  # olmo3
 })  # fmt: skip
 
 # Causal-LM forwards that are: backbone, lm_head, an optional final_logit_softcapping, loss_function.
 HEAD = frozenset({
-    "ecc52ba665599b10", "a6333d5e383abce3",  # llama, mistral, qwen2, qwen3, gemma, phi3
+    "ecc52ba665599b10", "a6333d5e383abce3",  # llama, mistral, qwen2, qwen3, gemma, phi3, olmo2, olmo3
     "4c7e84ed765ad427", "ac18ed9467cfe8a1",  # gemma2, gemma3
 })  # fmt: skip

@@ -115,7 +115,7 @@ def _layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) 
     patch = layer_patch(self)
     form: LayerForm | None = None if patch is None else patch.form
     after_attention = self.post_attention_layernorm
-    norms = [after_attention, self.post_feedforward_layernorm] if form and form.sandwich else [after_attention]
+    norms = [after_attention, self.post_feedforward_layernorm] if form and form.norm_out else [after_attention]
     options = _open_norms(*norms)
     if form is None or options is None or args:
         return type(self).forward(self, hidden_states, *args, **kwargs)
@@ -131,10 +131,11 @@ def _layer_body(
 ) -> Tensor:
     residual = hidden_states
     after_attention = self.post_attention_layernorm
-    attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-    if form.sandwich:  # a norm reads the MLP's output, so that is needed in any case
+    normed = self.input_layernorm(hidden_states) if form.norm_in else hidden_states
+    attended, _ = self.self_attn(hidden_states=normed, **kwargs)
+    if form.norm_out:  # a norm reads the MLP's output, so that is needed in any case
         residual = rms_norm_add(attended, residual, after_attention.weight, **options[0])
-        out = self.mlp(self.pre_feedforward_layernorm(residual))
+        out = self.mlp(self.pre_feedforward_layernorm(residual) if form.norm_in else residual)
         return rms_norm_add(out, residual, self.post_feedforward_layernorm.weight, **options[1])
     normed, residual = add_rms_norm(attended, residual, after_attention.weight, **options[0])
     if not self._fastlm.recomputing or has_hooks(self.mlp) or layer_patch(self.mlp) is None:
@@ -183,8 +184,10 @@ def _attention_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: A
     if norms is not None and norms[0] == norms[1]:
         query, key = norm_rope(query, key, self.q_norm.weight, self.k_norm.weight, cos, sin, **norms[0])
     else:
-        if form.head_norm:
+        if form.head_norm == "each":
             query, key = self.q_norm(query), self.k_norm(key)
+        elif form.head_norm:
+            query, key = (norm(x.flatten(2)).view(x.shape) for norm, x in ((self.q_norm, query), (self.k_norm, key)))
         query, key = rope(query, key, cos, sin)
 
     features = attention_features(self, form)

@@ -86,9 +86,10 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[Callable[[], None]]:
         tables = torch.zeros(1, 8, rotated, dtype=dtype), torch.zeros(1, 8, rotated, dtype=dtype)
         backward(*rope(tensor(1, 8, heads, size), tensor(1, 8, kv_heads, size), *tables, layout=layout))
 
-    def head_norms(size: int, options: dict[str, Any]) -> None:
+    def head_norms(size: int, options: dict[str, Any], together: bool = False) -> None:
         tables = torch.zeros(1, 8, size, dtype=dtype), torch.zeros(1, 8, size, dtype=dtype)
-        inputs = tensor(1, 8, 32, size), tensor(1, 8, 8, size), tensor(size), tensor(size)
+        weights = tensor(32 * size if together else size), tensor(8 * size if together else size)
+        inputs = tensor(1, 8, 32, size), tensor(1, 8, 8, size), *weights
         backward(*norm_rope(*inputs, *tables, **options))
 
     def head(vocabulary: int, options: dict[str, Any]) -> None:
@@ -123,6 +124,7 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[Callable[[], None]]:
     yield lambda: rotations(32, 8, 128, 128, "interleaved")
     yield lambda: head_norms(128, {})
     yield lambda: head_norms(256, gemma)
+    yield lambda: head_norms(128, {"cast_before_scale": False}, together=True)
     for activation in ("silu", "gelu_tanh", "gelu"):
         yield lambda activation=activation: backward(glu(tensor(8, 14336), tensor(8, 14336), activation))
     yield lambda: backward(glu_packed(tensor(8, 2 * 8192), "silu"))

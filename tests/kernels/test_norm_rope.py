@@ -56,11 +56,13 @@ def random_tables(
     return (angles.cos() * 1.25).to(dtype), (angles.sin() * 1.25).to(dtype)
 
 
-def random_inputs(shape: Sequence[int], dtype: torch.dtype = torch.float32, layout: str = "half") -> list[Tensor]:
-    """q, k, both weights, cos and sin."""
+def random_inputs(
+    shape: Sequence[int], dtype: torch.dtype = torch.float32, layout: str = "half", together: bool = False
+) -> list[Tensor]:
+    """q, k, both weights, cos and sin; together: one norm over all heads."""
     batch, tokens, q_heads, k_heads, head_dim, rotated = shape
     heads = [leaf(batch, tokens, n, head_dim, dtype=dtype) for n in (q_heads, k_heads)]
-    weights = [leaf(head_dim, dtype=dtype) for _ in range(2)]
+    weights = [leaf(n * head_dim if together else head_dim, dtype=dtype) for n in (q_heads, k_heads)]
     return [*heads, *weights, *random_tables(batch, tokens, rotated, layout, dtype)]
 
 
@@ -76,9 +78,10 @@ def truth(
 ) -> list[Tensor]:
     doubles = [double_leaf(tensor) for tensor in inputs]
     q, k, q_weight, k_weight, cos, sin = doubles
+    rows = [x.flatten(2) if weight.shape[0] != x.shape[-1] else x for x, weight in ((q, q_weight), (k, k_weight))]
     q, k = (
-        x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (offset + weight)
-        for x, weight in ((q, q_weight), (k, k_weight))
+        (row / (row.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (offset + weight)).view(x.shape)
+        for row, x, weight in zip(rows, (q, k), (q_weight, k_weight), strict=True)
     )
     return gradients(rope_reference(q, k, cos, sin, layout=layout), doubles[:4], incoming)
 
@@ -105,6 +108,52 @@ def test_three_way(shape: tuple[int, ...], layout: str, dtype: torch.dtype, flav
         # sums in another order than torch's; a rounding in the middle may fall the other way
         ulps=1.0 + options["cast_before_scale"],
     )
+
+
+@kernel_test
+@pytest.mark.parametrize("cast_before_scale", [True, False])  # olmo2: False
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 9, 4, 2, 64, 64), (1, 5, 5, 3, 80, 40), (1, 3, 3, 1, 96, 96), (1, 2, 40, 8, 128, 128)],  # 40: 64 in a block
+    ids=str,
+)
+def test_three_way_with_one_norm_of_all_heads(
+    shape: tuple[int, ...], dtype: torch.dtype, cast_before_scale: bool
+) -> None:
+    inputs, options = random_inputs(shape, dtype, together=True), {"cast_before_scale": cast_before_scale}
+    incoming = [torch.randn_like(tensor) for tensor in inputs[:2]]
+    results = both_ways(norm_rope, inputs, incoming, **options)
+    assert_three_way(
+        results,
+        both_ways(norm_rope_reference, inputs, incoming, **options),
+        truth(inputs, incoming),
+        ulps=1.0 + cast_before_scale,
+    )
+    q, k, q_weight, k_weight, *tables = inputs
+    frozen = gradients(norm_rope(q, k, q_weight.detach(), k_weight.detach(), *tables, **options), [q, k], incoming)
+    for a, b in zip(results, frozen, strict=False):
+        torch.testing.assert_close(a, b, rtol=2**-7 if dtype != torch.float32 else 1e-6, atol=1e-6)
+
+
+@kernel_test
+def test_one_norm_of_all_heads_takes_any_strides() -> None:
+    packed = torch.randn(2, 3, 8, 64, device=DEVICE)  # [B, T, heads of q, k and v, D]
+    q, k = packed[:, :, :4].requires_grad_(), packed[:, :, 4:6].requires_grad_()
+    _, _, *rest = random_inputs((2, 3, 4, 2, 64, 64), together=True)
+    incoming = [torch.randn(2, 4, 3, 64, device=DEVICE).transpose(1, 2), torch.randn_like(k)]
+    strided = both_ways(norm_rope, [q, k, *rest], incoming)
+    copies = [x.detach().contiguous().requires_grad_() for x in (q, k)]
+    for ours, expected in zip(strided, both_ways(norm_rope, [*copies, *rest], incoming), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=2e-6)
+
+
+@kernel_test
+def test_a_row_too_wide_for_one_block_takes_the_torch_path() -> None:
+    inputs = random_inputs((1, 2, 72, 8, 128, 128), together=True)
+    incoming = [torch.randn_like(tensor) for tensor in inputs[:2]]
+    wide, reference = (both_ways(f, inputs, incoming) for f in (norm_rope, norm_rope_reference))
+    assert all(torch.equal(a, b) for a, b in zip(wide, reference, strict=True))
 
 
 @kernel_test
@@ -266,19 +315,24 @@ def test_c_int32_offset_full_size() -> None:
 @cpu_path_test
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("family", "name", "rotated"), [("qwen3", "Qwen3", 64), ("gemma3", "Gemma3", 64), ("qwen3_next", "Qwen3Next", 16)]
+    ("family", "name", "rotated"),
+    [("qwen3", "Qwen3", 64), ("gemma3", "Gemma3", 64), ("qwen3_next", "Qwen3Next", 16), ("olmo2", "Olmo2", 64)],
 )
 def test_cpu_path_equals_transformers_bit_by_bit(family: str, name: str, rotated: int, dtype: torch.dtype) -> None:
     stock = import_module(f"transformers.models.{family}.modeling_{family}")
     q, k, *_, cos, sin = random_inputs((2, 5, 4, 2, 64, rotated), dtype)
-    norms = [getattr(stock, name + "RMSNorm")(64, eps=1e-6).to(dtype) for _ in range(2)]
+    together = family == "olmo2"
+    sizes = [x.shape[2] * 64 if together else 64 for x in (q, k)]
+    norms = [getattr(stock, name + "RMSNorm")(size, eps=1e-6).to(dtype) for size in sizes]
     for norm in norms:
         torch.nn.init.normal_(norm.weight)
     inputs = [q, k, *(norm.weight for norm in norms)]
     # heads stay where they are: transposed, the weights' gradients are summed in another order
-    outputs = stock.apply_rotary_pos_emb(norms[0](q), norms[1](k), cos, sin, unsqueeze_dim=2)
+    rows = [x.flatten(2) if together else x for x in (q, k)]
+    normed = [norm(row).view(x.shape) for norm, row, x in zip(norms, rows, (q, k), strict=True)]
+    outputs = stock.apply_rotary_pos_emb(*normed, cos, sin, unsqueeze_dim=2)
     incoming = [torch.randn(tensor.shape) for tensor in (q, k)]
-    options = FLAVOURS["qwen3" if family == "qwen3" else "gemma3"]
+    options = {"cast_before_scale": False} if together else FLAVOURS["qwen3" if family == "qwen3" else "gemma3"]
     ours = gradients(norm_rope(*inputs, cos, sin, **options), inputs, incoming)
     for a, b in zip(ours, gradients(outputs, inputs, incoming), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
