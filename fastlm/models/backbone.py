@@ -14,8 +14,11 @@ from .checkpointing import choose
 from .fingerprint import fingerprint
 from .head import boundaries_from, boundaries_on
 from .layers import Switch
+from .padding import PaddedLayout, call_layout, flatten_call
 
-__all__ = ["ModelPatch", "boundary_obstacle", "prepare_backbone", "stock_class"]
+__all__ = ["ModelPatch", "boundary_obstacle", "prepare_backbone", "restore_rows", "stock_class"]
+
+_PADDED = "_fastlm_padded"  # on the backbone, the layout of the call that is running
 
 
 def stock_class(module: nn.Module) -> type:
@@ -63,14 +66,21 @@ def boundary_obstacle(core: PreTrainedModel, stock: dict[str, str]) -> tuple[str
 
 
 def prepare_backbone(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook of the backbone: sample boundaries in, and no mask built.
+    """Forward pre-hook of the backbone: sample boundaries in, and no mask built; a known padding taken out.
 
     transformers returns a 4-D mask unread, so an empty one skips its mask building (and the device sync in it).
     """
+    backbone.__dict__.pop(_PADDED, None)  # of a call that failed
     patched: ModelPatch | None = backbone.__dict__.get("_fastlm_backbone")
     if patched is None or not patched.switch.on:
         return None
     choose(getattr(backbone, "layers", ()))
+    layout = call_layout(backbone, args, kwargs)
+    if layout is not None:
+        args, kwargs = (), flatten_call(layout, args, kwargs)
+        backbone.__dict__[_PADDED] = layout
+        if restore_rows not in backbone._forward_hooks.values():
+            backbone.register_forward_hook(restore_rows, prepend=True)  # before hooks that expect [B, S]
     boundaries = boundaries_from(kwargs)
     if boundaries is None:
         kwargs.pop("boundaries", None)
@@ -104,3 +114,14 @@ def prepare_backbone(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     kwargs["attention_mask"] = torch.empty(1, 1, 0, 0, device=inputs.device)
     kwargs.pop("seq_idx", None)
     return args, kwargs
+
+
+def restore_rows(backbone: Any, args: tuple[Any, ...], output: Any) -> Any:
+    """Forward hook of the backbone: where prepare_backbone took padding out, last_hidden_state is [B, S, H] again."""
+    layout: PaddedLayout | None = backbone.__dict__.pop(_PADDED, None)
+    if layout is None or "_fastlm_backbone" not in backbone.__dict__:
+        return None
+    if isinstance(output, tuple):
+        return (layout.restore(output[0]), *output[1:])
+    output["last_hidden_state"] = layout.restore(output["last_hidden_state"])
+    return output

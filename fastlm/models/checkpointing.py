@@ -10,6 +10,7 @@ is. Gradients are bit-identical to those without recomputation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ class _Recompute(torch.autograd.Function):
         (hidden,) = ctx.saved_tensors
         hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[2])
         patch, device = ctx.layer._fastlm, hidden.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        count = _Kept(hidden) if patch.kept == 0 else nullcontext()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), count:
             _set_random_state(device, ctx.random)
             patch.recomputing = True
             try:
@@ -72,9 +74,28 @@ class _Recompute(torch.autograd.Function):
                     out = ctx.run(hidden)
             finally:
                 patch.recomputing = False
+        if isinstance(count, _Kept):
+            patch.kept = count.bytes
         wanted = [hidden, *ctx.trained] if hidden.requires_grad else ctx.trained
         gradients = torch.autograd.grad(out, wanted, dout, allow_unused=True)
         return None, None, *(() if hidden.requires_grad else (None,)), *gradients
+
+
+class _Kept(torch.autograd.graph.saved_tensors_hooks):
+    """Counts ``bytes``, the memory of what a layer saves for backward, its input and parameters aside."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.bytes = 0
+        seen = {hidden.untyped_storage().data_ptr()}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen and not (tensor.is_leaf and tensor.requires_grad):
+                seen.add(storage.data_ptr())
+                self.bytes += storage.nbytes()
+            return tensor
+
+        super().__init__(pack, lambda tensor: tensor)
 
 
 def _random_state(device: torch.device) -> list[Tensor]:

@@ -24,6 +24,7 @@ from ..kernels.linear_cross_entropy import LinearCrossEntropyOutput, linear_cros
 from ..packing.boundaries import SequenceBoundaries
 from .adapters import global_hooks, has_hooks
 from .layers import layer_patch
+from .padding import PaddedLayout, call_layout, flatten_call
 
 __all__ = ["LossOutput", "boundaries_from", "boundaries_on", "head_forward_for", "head_obstacle"]
 
@@ -157,22 +158,45 @@ def boundaries_on(boundaries: SequenceBoundaries, device: torch.device) -> Seque
     return boundaries if same else boundaries.to(device, non_blocking=True)
 
 
-def _run_backbone(model: Any, *args: Any, **kwargs: Any) -> Any:
-    kwargs.pop("return_dict", None)
+def _run_backbone(
+    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Tensor | None, shift_labels: Tensor | None
+) -> tuple[Any, SequenceBoundaries | None, PaddedLayout | None]:
+    """The backbone's output, the boundaries of its samples, and the layout of the padding that was taken out."""
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("return_dict", "logits_to_keep")}
     # transformers reads packing from position_ids only where there is no cache: there its default decides
     if kwargs.get("use_cache") is None and kwargs.get("position_ids") is None:
         kwargs["use_cache"] = False
-    return model.base_model(*args, **kwargs)
+    layout = None if labels is None or shift_labels is not None else _padded_layout(model, args, kwargs, labels)
+    if layout is not None:
+        args, kwargs = (), flatten_call(layout, args, kwargs)
+    boundaries = boundaries_from(kwargs)
+    return model.base_model(*args, **kwargs), boundaries, layout
+
+
+def _padded_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Tensor) -> PaddedLayout | None:
+    """The layout of a padded call whose every target [B, S] it knows, or None where the call has to stay padded."""
+    layout = call_layout(model.base_model, args, kwargs, labels)
+    if layout is not None and labels.device.type != "cpu":
+        torch._assert_async(
+            layout.missed(labels) == 0,
+            "the labels have targets that the data collator's labels or completion_mask had not: let the collator "
+            "return the labels that the loss reads, or take attention_mask_layout out of its batch",
+        )
+    return layout
 
 
 def _rows(
-    hidden: Tensor, labels: Tensor | None, shift_labels: Tensor | None, boundaries: SequenceBoundaries | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    hidden: Tensor, labels: Tensor | None, shift_labels: Tensor | None, boundaries: SequenceBoundaries | None,
+    layout: PaddedLayout | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """hidden [B, T, H] -> the rows that go through the head [N, H], their targets [N], and their positions [N] or None.
 
     With label positions from the collator only those rows; else every position, with target -100 where nothing is to
-    be predicted: finding them on a GPU would stop it.
+    be predicted: finding them on a GPU would stop it. With a layout hidden is [1, T, H] and labels are [B, S].
     """
+    if layout is not None and labels is not None:
+        layout = layout.on(hidden.device)
+        return hidden[0].index_select(0, layout.predictors), *layout.shifted_targets(labels.to(hidden.device))
     if shift_labels is not None:
         return hidden.reshape(-1, hidden.shape[-1]), shift_labels.reshape(-1), None
     if boundaries is not None:
@@ -192,7 +216,7 @@ def _spread(values: Tensor | None, positions: Tensor | None, shape: tuple[int, i
     assert values is not None  # scored with statistics=True
     if positions is None:
         return values.view(shape)
-    return values.new_zeros(shape[1]).index_copy(0, positions, values)[None]
+    return values.new_zeros(shape[0] * shape[1]).index_copy(0, positions, values).view(shape)
 
 
 def _denominator(label_mask: Tensor, num_items_in_batch: Any) -> Tensor:
@@ -202,55 +226,106 @@ def _denominator(label_mask: Tensor, num_items_in_batch: Any) -> Tensor:
     return count + (count == 0)
 
 
+class _WithoutGradient(torch.autograd.Function):
+    """Entropy beside differentiable log-probabilities: TRL's has a gradient, ours says so when one is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, entropy: Tensor, log_probs: Tensor) -> Tensor:
+        return entropy.view_as(entropy)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        # DDP hands every output a gradient, of zeros
+        torch._assert_async(
+            (gradient == 0).all(), "fastlm's head gives the entropy no gradient: call fastlm.patch before the trainer"
+        )
+        return None, None
+
+
+def _asked_of_trl(model: Any) -> dict[str, Any]:
+    """What TRL's add_fused_lm_head was told, where ours took the place of its forward: only its closure knows."""
+    layer = layer_patch(model)
+    function = getattr(None if layer is None else layer.previous, "__func__", None)
+    free = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    told = dict(zip(free, getattr(function, "__closure__", None) or (), strict=True))
+    names = ("temperature", "cast_lm_head_to_fp32", "outputs")
+    return {name: told[name].cell_contents for name in names} if told.keys() >= set(names) else {}
+
+
+def _mean_logits(model: Any, rows: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """[N] fp32, without the logits: the mean over the vocabulary goes through the product."""
+    linear = _linear_of(model.get_output_embeddings())
+    assert linear is not None
+    with torch.no_grad(), torch.autocast(rows.device.type, enabled=False):
+        mean = rows.float() @ linear.weight.mean(0, dtype=torch.float32)
+        if linear.bias is not None:
+            mean = mean + linear.bias.float().mean()
+        return (mean / temperature).masked_fill(targets == -100, 0)
+
+
 def _trl_output(
     model: Any, *args: Any, labels: Tensor | None = None, shift_labels: Tensor | None = None,
     num_items_in_batch: Any = None, label_smoothing: float = 0.0, **kwargs: Any,
 ) -> Any:  # fmt: skip
     from trl.trainer.utils import FusedCausalLMOutput
 
+    asked = _asked_of_trl(model)
+    fields_asked, temperature = asked.get("outputs", ()), asked.get("temperature", 1.0)
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     obstacle = head_obstacle(model)
+    not_ours = "log_sum_sq_probs" in fields_asked or ("mean_logits" in fields_asked and softcap is not None)
+    if asked and not label_smoothing and (obstacle or not_ours or asked.get("cast_lm_head_to_fp32")):
+        return layer_patch(model).previous(  # type: ignore[union-attr]
+            *args, labels=labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch,
+            fused_lm_head=True, **kwargs,
+        )  # fmt: skip
     if obstacle is not None:
         raise ValueError(f"head and loss cannot be fused here ({obstacle}); train lm_head through modules_to_save")
-    kwargs.pop("logits_to_keep", None)
-    boundaries = boundaries_from(kwargs)
-    hidden = _run_backbone(model, *args, **kwargs).last_hidden_state
-    rows, targets, positions = _rows(hidden, labels, shift_labels, boundaries)
-    scored = _score(model, rows, targets, statistics=True, label_smoothing=label_smoothing)
-    batch, length = hidden.shape[:2]
+    outputs, boundaries, layout = _run_backbone(model, args, kwargs, labels, shift_labels)
+    hidden = outputs.last_hidden_state
+    rows, targets, positions = _rows(hidden, labels, shift_labels, boundaries, layout)
+    scored = _score(model, rows, targets, statistics=True, label_smoothing=label_smoothing, temperature=temperature)
+    batch, length = hidden.shape[:2] if layout is None else layout.real.shape
     shape = (batch, length if shift_labels is not None else length - 1)
     log_probs = _spread(-scored.loss if label_smoothing else scored.log_probs, positions, shape)
+    entropy = _spread(scored.entropy, positions, shape)
     label_mask = _spread(targets != -100, positions, shape)
     denominator = _denominator(label_mask, num_items_in_batch)
+    extra = {}
+    if "mean_logits" in fields_asked:
+        extra["mean_logits"] = _spread(_mean_logits(model, rows, targets, temperature), positions, shape)
     return FusedCausalLMOutput(
         loss=-log_probs.sum() / denominator,
         log_probs=log_probs,
-        entropy=_spread(scored.entropy, positions, shape),
+        entropy=_WithoutGradient.apply(entropy, log_probs),
         is_top1=_spread(scored.is_top1, positions, shape),
         label_mask=label_mask,
+        **extra,
     )
 
 
 def _loss_output(
     model: Any, *args: Any, labels: Tensor, shift_labels: Tensor | None = None, num_items_in_batch: Any = None,
-    logits_to_keep: int = 0, **kwargs: Any,
+    **kwargs: Any,
 ) -> LossOutput:  # fmt: skip
-    boundaries = boundaries_from(kwargs)
-    outputs = _run_backbone(model, *args, **kwargs)
+    outputs, boundaries, layout = _run_backbone(model, args, kwargs, labels, shift_labels)
     hidden = outputs.last_hidden_state
-    rows, targets, _ = _rows(hidden, labels, shift_labels, boundaries)
+    rows, targets, _ = _rows(hidden, labels, shift_labels, boundaries, layout)
     weight = (1.0 / _denominator(targets != -100, num_items_in_batch)).expand(targets.shape)
     if boundaries is not None and boundaries.row_weight is not None:
         weight = weight * boundaries.row_weight.to(rows.device, non_blocking=True)
     loss: Any = _score(model, rows, targets, row_weight=weight).loss
     device_type = hidden.device.type
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-    loss._fastlm_logits = functools.partial(_logits, model, hidden, autocast)
+    loss._fastlm_logits = functools.partial(_logits, model, hidden, layout, autocast)
     names = {field.name for field in fields(LossOutput)}  # 5.24 says cache where 5.17 says past_key_values
     return LossOutput(loss=loss, **{name: value for name, value in outputs.items() if name in names})
 
 
-def _logits(model: Any, hidden: Tensor, autocast: torch.dtype | None) -> Tensor:
+def _logits(model: Any, hidden: Tensor, layout: PaddedLayout | None, autocast: torch.dtype | None) -> Tensor:
     """As they would have been in the forward, which may have run under autocast."""
+    if layout is not None:
+        hidden = layout.on(hidden.device).restore(hidden)
     with torch.autocast(hidden.device.type, autocast, enabled=autocast is not None):
         logits = model.get_output_embeddings()(hidden)
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)

@@ -59,6 +59,8 @@ class LayerPatch:
     kind: "norm", "mlp", "attention", "layer" or "head". form: how the stock code is written (forms.py).
     previous: the instance's own forward that ours replaced, put back by unpatch; None where there was none.
     recomputing: whether a decoder layer runs for its graph alone, in backward (checkpointing.py).
+    kept: bytes that a decoder layer would keep for backward if it were not recomputed; 0: to be counted at the next
+        recomputation; None: nobody asked.
     """
 
     kind: str
@@ -67,6 +69,7 @@ class LayerPatch:
     backend: str | None = None
     previous: Any = field(default=None, repr=False)
     recomputing: bool = field(default=False, repr=False)
+    kept: int | None = field(default=None, repr=False)
 
 
 def layer_patch(module: nn.Module) -> LayerPatch | None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..kernels.attention import choose_backend
 from . import forms
 from .adapters import adapter_obstacle, is_adapted, is_ours
-from .backbone import ModelPatch, boundary_obstacle, prepare_backbone, stock_class
+from .backbone import ModelPatch, boundary_obstacle, prepare_backbone, restore_rows, stock_class
 from .fingerprint import fingerprint
 from .head import head_forward_for, head_obstacle
 from .layers import LayerPatch, Switch, activation_name, attention_features, forward_for
@@ -121,6 +121,9 @@ def unpatch(model: nn.Module) -> None:
         if hook is prepare_backbone:
             del backbone._forward_pre_hooks[key]
             backbone._forward_pre_hooks_with_kwargs.pop(key, None)
+    for key, hook in list(backbone._forward_hooks.items()):
+        if hook is restore_rows:
+            del backbone._forward_hooks[key]
     backbone.__dict__.pop("_fastlm_backbone", None)
     del core.__dict__["_fastlm_model"]
 
