@@ -5,7 +5,8 @@ import pytest
 from datasets import Dataset, concatenate_datasets
 
 from fastlm import PaddingFreeCollator, pack
-from fastlm.packing.dataset import lengths_of, pack_dataset
+from fastlm.packing import dataset as dataset_module
+from fastlm.packing.dataset import MAX_SAMPLES_PER_ROW, lengths_of, pack_dataset, work_of
 
 SAMPLES = [list(range(10 * i, 10 * i + 1 + i % 7)) for i in range(40)]
 
@@ -74,16 +75,40 @@ def test_fingerprint_follows_data_and_arguments():
             pack_dataset(first, 16),
             pack_dataset(first, 17),
             pack_dataset(first, 16, seed=1),
+            pack_dataset(first, 16, max_samples_per_row=2),
             pack_dataset(other, 16),
         )
     ]
     assert prints[0] == prints[1]
-    assert len(set(prints)) == 4
+    assert len(set(prints)) == 5
 
 
 def test_token_types_are_kept():
     dataset = Dataset.from_dict({"input_ids": [np.array([1, 2], np.int32)]})
     assert pack_dataset(dataset, 4).features["input_ids"] == dataset.features["input_ids"]
+
+
+def test_samples_per_row():
+    ones = Dataset.from_dict({"input_ids": [[1]] * (MAX_SAMPLES_PER_ROW + 1)})
+    assert sorted(map(len, pack_dataset(ones, 4096)["seq_lengths"])) == [1, MAX_SAMPLES_PER_ROW]
+    assert [len(row) for row in pack_dataset(ones, 4096, max_samples_per_row=None)["seq_lengths"]] == [len(ones)]
+
+
+def test_offsets_of_64_bits_change_nothing(monkeypatch):
+    small = pack_dataset(plain(), 16)
+    monkeypatch.setattr(dataset_module, "_INT32_MAX", 10)
+    large = pack_dataset(plain(), 16)
+    assert str(large.features["input_ids"]).startswith("LargeList")
+    assert large[:] == small[:]
+
+
+def test_work_of_samples_and_of_packed_rows():
+    costs = [n * (1 + n / 20_000) for n in map(len, SAMPLES)]
+    assert work_of(plain()).tolist() == pytest.approx(costs, rel=1e-12)
+    packed = pack_dataset(plain(), 16)
+    rows = [sum(n * (1 + n / 20_000) for n in row) for row in packed["seq_lengths"]]
+    assert work_of(packed).tolist() == pytest.approx(rows, rel=1e-12)
+    assert work_of(packed.select([3, 1])).tolist() == pytest.approx([rows[3], rows[1]], rel=1e-12)
 
 
 def test_empty():
