@@ -1,4 +1,4 @@
-"""Argument names of older transformers and TRL, and what they are called today.
+"""Argument names of older transformers and TRL, and what they are called today; and fastlm's one option of its own.
 
 A configuration has no model when it is built. So one that is built with old names takes the values under
 today's names and remembers what it was called with; the trainer, which knows the model, then either says
@@ -23,6 +23,7 @@ __all__ = [
     "refuse_old_names",
     "remember_call",
     "set_given",
+    "settle_options",
     "warn_old_names",
 ]
 
@@ -126,6 +127,8 @@ _OLD_SFT_ARGUMENTS: dict[str, _OldName] = {
     "chars_per_token": _gone("packing counts tokens"),
     "use_liger": _gone("fastlm brings its own kernels"),
 }
+# what SFTConfig takes beside TRL's own fields; an attribute of the configuration, not a field
+_OPTIONS = ("tokens_per_step",)
 # SFTTrainer's old names: processing_class, fields of the configuration, or gone
 TRAINER_NAMES: dict[str, str] = {
     "tokenizer": "processing_class",
@@ -147,6 +150,8 @@ TRAINER_NAMES: dict[str, str] = {
 def remember_call(config_class: type, *, sft: bool) -> Callable[..., None]:
     """Wrap a configuration's ``__init__``: takes old names too, and remembers which fields the caller gave.
 
+    ``SFTConfig(tokens_per_step=N)``: at most N tokens in an optimiser step, instead of a batch size.
+
     Nothing is said or refused here; an unknown keyword raises Python's TypeError as before. SFTConfig turns
     bf16 on by default and then refuses machines without it: that refusal is remembered as well, for models
     that are not fastlm's.
@@ -159,6 +164,7 @@ def remember_call(config_class: type, *, sft: bool) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         old = {name: kwargs.pop(name) for name in table if name in kwargs}
+        options = {name: kwargs.pop(name) for name in _OPTIONS if sft and name in kwargs and name not in names}
         values = {**dict(zip(names, args, strict=False)), **kwargs}
         changes, problem = _modernise(table, old, values)
         kwargs.update(changes)
@@ -176,7 +182,8 @@ def remember_call(config_class: type, *, sft: bool) -> Callable[..., None]:
             refusal = str(error)
         given = frozenset(name for name, value in values.items() if name != "bf16" or value is not None)
         call = {"given": given, "old": old, "callable": original.__qualname__}
-        self.__dict__[_CALL] = {**call, "problem": problem, "refusal": refusal}
+        self.__dict__.update(options)
+        self.__dict__[_CALL] = {**call, "problem": problem, "refusal": refusal, "options": tuple(options)}
 
     return __init__
 
@@ -238,7 +245,21 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 def set_given(config: Any, given: Iterable[str]) -> None:
     """Remember these fields as given, and no old names."""
     call = {"given": frozenset(given), "old": {}, "callable": type(config).__qualname__}
-    config.__dict__[_CALL] = {**call, "problem": None, "refusal": None}
+    config.__dict__[_CALL] = {**call, "problem": None, "refusal": None, "options": ()}
+
+
+def settle_options(config: Any, given: frozenset[str]) -> None:
+    """``tokens_per_step`` of a fastlm trainer's configuration, None by default. ValueError if it cannot be meant."""
+    budget = config.tokens_per_step = getattr(config, "tokens_per_step", None)
+    if budget is None:
+        return
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+        raise ValueError(f"tokens_per_step is {budget!r}: give the tokens that an optimiser step may have, or None")
+    if "per_device_train_batch_size" in given:
+        raise ValueError(
+            f"tokens_per_step={budget} and per_device_train_batch_size={config.per_device_train_batch_size} "
+            "contradict each other: a step has a budget of tokens, or a number of rows; keep one"
+        )
 
 
 def refuse_old_names(config: Any) -> None:
@@ -246,7 +267,7 @@ def refuse_old_names(config: Any) -> None:
     call = getattr(config, "__dict__", {}).get(_CALL)
     if call is None:
         return
-    for name in call["old"]:
+    for name in (*call["old"], *call["options"]):
         raise TypeError(f"{call['callable']}() got an unexpected keyword argument '{name}'")
     if call["refusal"] is not None:
         raise ValueError(call["refusal"])

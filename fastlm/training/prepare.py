@@ -8,17 +8,19 @@ dropped, packed.
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ..packing.boundaries import IGNORE_INDEX
-from ..packing.dataset import pack_dataset
+from ..packing.dataset import PER_TOKEN, pack_dataset
+from ..packing.padding import expected_speedup
+from ..packing.stream import pack_stream
 from .formatting import format_rows
 from .step import Counts, State
+from .streamed import tidy_stream
+from .tables import columns_of, cut_rows, lists_of, row_facts, strip_padding
 
 __all__ = ["check_not_empty", "prepare_dataset"]
 
@@ -39,8 +41,12 @@ def prepare_dataset(
 ) -> Any:  # fmt: skip
     """TRL's SFTTrainer._prepare_dataset for a fastlm model; ``original`` is TRL's.
 
-    Returns a data set with input_ids and labels, and seq_lengths if packed. ValueError for an empty data set,
-    one without a column that can be trained on, and one where no row has a target.
+    Returns a data set with input_ids and labels, weights if given, and seq_lengths if packed; a stream for a
+    stream. ValueError for an empty data set, one without a column that can be trained on, and one where no row
+    (of the first 100 of a stream) has a target.
+
+    weights: one number per token of tokenised rows, the weight of its loss (see ``step.compute_loss``). They
+    decide nothing here: a row whose targets all weigh 0 stays, and its targets count in the mean.
     """
     from datasets import Dataset
 
@@ -51,24 +57,30 @@ def prepare_dataset(
         formatted = format_rows(dataset, formatting_func, config.dataset_text_field)
         if formatted is not None:
             dataset, formatting_func = formatted, None
-    if not isinstance(dataset, Dataset):  # streamed: nothing can be counted beforehand
-        dataset = original(trainer, dataset, processing_class, config, packing, formatting_func, name)
-        _check_stream(dataset, name)
-        return dataset
     untouched = copy.copy(config)
     untouched.max_length, untouched.shuffle_dataset = None, False
     dataset = original(trainer, dataset, processing_class, untouched, False, formatting_func, name)
+    whole = config.packing_strategy == "bfd"  # the strategies that split samples are TRL's own
+    if config.truncation_mode not in ("keep_start", "keep_end"):
+        raise ValueError(f"truncation_mode must be 'keep_start' or 'keep_end', not {config.truncation_mode!r}")
+    if not isinstance(dataset, Dataset):
+        dataset = tidy_stream(dataset, state, config, name, cuts=whole or not packing)
+        dataset = dataset.shuffle(seed=config.seed) if config.shuffle_dataset else dataset
+        packing = packing and "seq_lengths" not in columns_of(dataset)
+        return _packed(original, trainer, dataset, processing_class, config, name) if packing else dataset
     counts = state.counts[name] = Counts(samples=len(dataset))
     dataset = _without_padding(dataset, config, name)
-    whole = config.packing_strategy == "bfd"  # the strategies that split samples are TRL's own
     lengths, targets = _row_facts(dataset, name, state.vocabulary)
     had_target = targets > 0
     if config.max_length is not None and (whole or not packing) and (lengths > config.max_length).any():
-        counts.cut = int((lengths > config.max_length).sum())
+        long = np.flatnonzero(lengths > config.max_length)
+        counts.cut = len(long)
         dataset = _cut(dataset, config, name)
-        lengths, targets = _row_facts(dataset, name)
+        lengths[long], targets[long] = _row_facts(dataset.select(long), name)
     dataset = _with_targets(dataset, targets, had_target, counts, state, trainer, config, name)
     lengths = lengths[targets > 0]
+    if "seq_lengths" not in dataset.column_names:
+        counts.speedup = expected_speedup(lengths, config.per_device_train_batch_size)
     if packing and "seq_lengths" not in dataset.column_names:
         dataset = _packed(original, trainer, dataset, processing_class, config, name)
         counts.packed_to = config.max_length
@@ -104,70 +116,18 @@ def _check_columns(dataset: Any, config: Any, formatting_func: Any, name: str) -
             raise ValueError(f"row {row} of the {name} data set has None for {text!r}: filter such rows out")
 
 
-def _check_stream(dataset: Any, name: str) -> None:
-    rows = itertools.islice(dataset, 100)  # in all but bad data the first row settles it
-    if all(label == IGNORE_INDEX for row in rows for label in row.get("labels", row["input_ids"])[1:]):
-        raise ValueError(
-            f"none of the first 100 rows of the {name} data stream has a token to learn: every label is -100 "
-            "(or max_length cuts every answer off)"
-        )
-
-
 def _tables(dataset: Any, columns: Sequence[str]) -> Any:
     """Arrow tables of the data set as it stands (selected, shuffled), a bounded number of rows at a time."""
     return dataset.select_columns(list(columns)).with_format("arrow").iter(batch_size=_TABLE_ROWS)
 
 
-def _lists(table: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """A column of lists as (lengths [R], values [sum of lengths])."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    chunks = table.column(name).chunks
-    lengths = np.concatenate(
-        [np.zeros(0, np.int64), *(pc.list_value_length(c).fill_null(0).to_numpy() for c in chunks)]
-    )
-    values = pa.concat_arrays([chunk.flatten() for chunk in chunks]).to_numpy(zero_copy_only=False)
-    return lengths.astype(np.int64), values
-
-
-def _check_ids(ids: np.ndarray, vocabulary: int, name: str) -> None:
-    """ValueError for a token that has no row in the embedding table: a GPU would only say "device-side assert"."""
-    wrong = ids[(ids < 0) | (ids >= vocabulary)]
-    if len(wrong):
-        raise ValueError(
-            f"the {name} data set has the token {wrong[0]}, and the model's tokens go from 0 to "
-            f"{vocabulary - 1}: use the model's own tokenizer, or grow the model before adding LoRA: "
-            "model.resize_token_embeddings(len(tokenizer))"
-        )
-
-
 def _row_facts(dataset: Any, name: str, vocabulary: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Per row: tokens, and targets (labels that are not -100, a sample's first token aside), int64 [R].
-
-    vocabulary: rows of the embedding table, which every token id must lie within; None: not checked.
-    """
-    packed = "seq_lengths" in dataset.column_names
-    columns = ["input_ids", "labels", *(["seq_lengths"] if packed else [])]
+    columns = [column for column in (*PER_TOKEN, "seq_lengths") if column in dataset.column_names]
     lengths, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for table in _tables(dataset, columns):
-        row_lengths, ids = _lists(table, "input_ids")
-        if vocabulary is not None:
-            _check_ids(ids, vocabulary, name)
-        label_lengths, labels = _lists(table, "labels")
-        if not np.array_equal(row_lengths, label_lengths):
-            row = sum(map(len, lengths)) + int(np.argmax(row_lengths != label_lengths))
-            raise ValueError(f"row {row} of the {name} data set has input_ids and labels of different lengths")
-        sample_lengths = _lists(table, "seq_lengths")[1].astype(np.int64) if packed else row_lengths
-        if sample_lengths.sum() != row_lengths.sum():
-            raise ValueError(f"seq_lengths of the {name} data set do not sum to the rows' lengths: pack it again")
-        starts = np.cumsum(sample_lengths) - sample_lengths
-        is_target = labels != IGNORE_INDEX
-        is_target[starts[starts < len(is_target)]] = False
-        before = np.concatenate(([0], np.cumsum(is_target)))
-        ends = np.cumsum(row_lengths)
-        lengths.append(row_lengths)
-        targets.append(before[ends] - before[ends - row_lengths])
+        facts = row_facts(table, name, sum(map(len, lengths)), vocabulary)
+        lengths.append(facts[0])
+        targets.append(facts[1])
     return np.concatenate(lengths), np.concatenate(targets)
 
 
@@ -175,57 +135,23 @@ def _without_padding(dataset: Any, config: Any, name: str) -> Any:
     """Honour an attention_mask that the data brings: tokens at either end that it hides are taken out."""
     if "attention_mask" not in dataset.column_names:
         return dataset
-    if all((_lists(table, "attention_mask")[1] != 0).all() for table in _tables(dataset, ["attention_mask"])):
+    if all((lists_of(table, "attention_mask")[1] != 0).all() for table in _tables(dataset, ["attention_mask"])):
         return dataset.remove_columns("attention_mask")
     if "seq_lengths" in dataset.column_names:
         raise ValueError(
             f"the {name} data set is packed (seq_lengths), but attention_mask has zeros: pack unpadded rows"
         )
     return dataset.map(
-        _strip, batched=True, remove_columns="attention_mask", num_proc=config.dataset_num_proc,
+        strip_padding, batched=True, remove_columns="attention_mask", num_proc=config.dataset_num_proc,
         desc=f"Removing padding from {name} dataset",
     )  # fmt: skip
 
 
-def _strip(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    out: dict[str, list[Any]] = {"input_ids": [], "labels": []}
-    for ids, labels, mask in zip(batch["input_ids"], batch["labels"], batch["attention_mask"], strict=True):
-        if len(mask) != len(ids):
-            raise ValueError(f"a row has {len(ids)} input_ids and an attention_mask of {len(mask)}: they must be equal")
-        seen = np.flatnonzero(mask)
-        first, last = (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, 0)
-        if len(seen) != last - first:
-            raise ValueError(
-                "an attention_mask hides tokens in the middle of a row, which flattened rows cannot express; "
-                "drop those tokens, or set their labels to -100"
-            )
-        out["input_ids"].append(ids[first:last])
-        out["labels"].append(labels[first:last])
-    return out
-
-
 def _cut(dataset: Any, config: Any, name: str) -> Any:
-    if config.truncation_mode not in ("keep_start", "keep_end"):
-        raise ValueError(f"truncation_mode must be 'keep_start' or 'keep_end', not {config.truncation_mode!r}")
     return dataset.map(
-        _cut_rows, batched=True, num_proc=config.dataset_num_proc, desc=f"Truncating {name} dataset",
+        cut_rows, batched=True, num_proc=config.dataset_num_proc, desc=f"Truncating {name} dataset",
         fn_kwargs={"limit": config.max_length, "from_end": config.truncation_mode == "keep_end"},
     )  # fmt: skip
-
-
-def _cut_rows(batch: dict[str, list[Any]], limit: int, from_end: bool) -> dict[str, list[Any]]:
-    kept = slice(-limit, None) if from_end else slice(None, limit)
-    out: dict[str, list[Any]] = {column: [row[kept] for row in batch[column]] for column in ("input_ids", "labels")}
-    if "seq_lengths" in batch:  # samples of a row that was packed before it came here
-        step = -1 if from_end else 1
-        out["seq_lengths"] = [_first(lengths[::step], limit)[::step] for lengths in batch["seq_lengths"]]
-    return out
-
-
-def _first(lengths: Sequence[int], limit: int) -> list[int]:
-    """Lengths of samples within the first ``limit`` tokens, the last one cut: ([5, 4, 3], 7) -> [5, 2]."""
-    ends = np.minimum(np.cumsum(lengths), limit)
-    return [int(n) for n in np.diff(ends, prepend=0) if n > 0]
 
 
 def _with_targets(
@@ -266,6 +192,10 @@ def _warn(text: str) -> None:
 def _packed(
     original: Callable[..., Any], trainer: Any, dataset: Any, processing_class: Any, config: Any, name: str
 ) -> Any:  # fmt: skip
+    columns = [column for column in PER_TOKEN if column in columns_of(dataset)]
     if config.packing_strategy != "bfd":
+        if "weights" in columns:
+            raise ValueError(f"packing_strategy={config.packing_strategy!r} loses the column 'weights': use 'bfd'")
         return original(trainer, dataset, processing_class, config, True, None, name)
-    return pack_dataset(dataset.select_columns(["input_ids", "labels"]), config.max_length, seed=config.seed)
+    pack = pack_dataset if hasattr(dataset, "__len__") else pack_stream
+    return pack(dataset.select_columns(columns), config.max_length, seed=config.seed)

@@ -15,12 +15,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ..models.patch import is_patched, padding_free_obstacle, patched_core, rebind_head, report
 from ..packing.collators import PaddingFreeCollator
-from . import legacy, prepare, step
+from . import legacy, prepare, resume, step
+from .batches import train_sampler
 from .precision import hold_float32_masters, restore_float32_masters, settle_precision
 from .say import Voice
 from .step import State, state_of
+from .streamed import fill_rows
 
 __all__ = ["install"]
 
@@ -33,6 +37,16 @@ def install() -> None:
 
     _replace(TrainingArguments, "__init__", lambda original: legacy.remember_call(TrainingArguments, sft=False))
     _replace(Trainer, "__init__", lambda original: _method(original, _trainer_init))
+    for name, function in (
+        ("train", resume.train),
+        ("_save_checkpoint", resume.save_checkpoint),
+        ("_load_from_checkpoint", resume.keep_dtypes),
+        ("_load_best_model", resume.keep_dtypes),
+        ("_init_training_state", resume.init_training_state),
+        ("_load_rng_state", resume.load_rng_state),
+        ("get_batch_samples", resume.get_batch_samples),
+    ):
+        _replace(Trainer, name, functools.partial(_method, function=function))
     if importlib.util.find_spec("trl") is None:
         return
     from trl import SFTConfig, SFTTrainer
@@ -41,9 +55,12 @@ def install() -> None:
     _replace(SFTTrainer, "__init__", lambda original: _method(original, _sft_init))
     for name, function in (
         ("compute_loss", step.compute_loss),
+        ("evaluation_loop", step.evaluation_loop),
         ("floating_point_ops", step.floating_point_ops),
         ("log", _log),
         ("_prepare_dataset", _prepare_dataset),
+        ("_get_dataloader", _get_dataloader),
+        ("_get_train_sampler", _get_train_sampler),
         ("get_eval_dataloader", _get_eval_dataloader),
         ("get_test_dataloader", _get_test_dataloader),
     ):
@@ -140,6 +157,7 @@ def _settle_names(given_config: Any, old: dict[str, Any], core: Any) -> tuple[An
         config = copy.copy(given_config)  # the user's object may serve another model next
     refused = legacy.bf16_was_refused(config)
     given = legacy.apply_trainer_names(config, old, given, stacklevel=level)
+    legacy.settle_options(config, given)
     legacy.set_given(config, given)
     return config, given, refused
 
@@ -192,13 +210,17 @@ def _obstacle(model: Any, config: Any, call: dict[str, Any], example: dict[str, 
     """Why batches cannot be flattened, or None where they can."""
     peft = call.get("peft_config") or getattr(model, "active_peft_config", None)
     collator = call.get("data_collator")
-    if collator is not None and not isinstance(collator, PaddingFreeCollator):
+    if _is_the_users(collator):
         return "the data collator is your own"
     if "image" in example or "images" in example:
         return "the data set has images"
     if getattr(peft, "is_prompt_learning", False):
         return "prompt learning puts its virtual tokens before each row, not each sample"
     return padding_free_obstacle(model, config.max_length)
+
+
+def _is_the_users(collator: Any) -> bool:
+    return collator is not None and not isinstance(collator, PaddingFreeCollator)
 
 
 def _decide_padding_free(config: Any, given: frozenset[str], obstacle: str | None, state: State) -> bool:
@@ -227,11 +249,15 @@ def _finish(trainer: Any, state: State, collator: Any) -> None:
         state.padded_collator = copy.copy(trainer.data_collator)
         state.padded_collator.padding_free = packs  # packed rows of evaluation stay flattened, as in TRL
         trainer.data_collator = PaddingFreeCollator() if collator is None else collator
+        state.padded_collator = step.WeightedCollator(state.padded_collator)
         if trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None:
             state.pad_evaluation = True
             if not packs:
                 state.voice.say("evaluation is padded: its metrics read logits row by row")
-        _keep_seq_lengths(trainer)
+        _keep_columns(trainer)
+    elif not _is_the_users(collator) and hasattr(trainer.data_collator, "padding_free"):  # TRL's, of text
+        trainer.data_collator = step.WeightedCollator(trainer.data_collator)
+        _keep_columns(trainer)
     if not trainer.aux_loss_enabled:  # the experts' auxiliary loss is computed by TRL's head
         rebind_head(trainer.model)
         state.own_head = report(trainer.model).fused.get("head", 0) > 0
@@ -251,6 +277,11 @@ def _summary(trainer: Any, state: State) -> str:
         part += f", {counts.cut} cut" if counts.cut else ""
         part += f", {counts.dropped} dropped" if counts.dropped else ""
         words.append(part)
+        if name == "train" and state.padding_free and counts.speedup > 1:
+            padding, size = 1 - 1 / counts.speedup, trainer.args.per_device_train_batch_size
+            words.append(
+                f"padded batches of {size} would be {padding:.0%} padding: expect {counts.speedup:.2f}x their speed"
+            )
     if not state.counts:
         words.append("data as it comes")
     return "; ".join(words)
@@ -286,14 +317,14 @@ def _trainer_init(original: Callable[..., None], trainer: Any, *args: Any, **kwa
     else:
         kwargs["args"] = config
     original(trainer, *args, **kwargs)
-    _keep_seq_lengths(trainer)
+    _keep_columns(trainer)
 
 
-def _keep_seq_lengths(trainer: Any) -> None:
-    """No forward takes a column of that name: pruning unused columns would drop it and join the samples."""
+def _keep_columns(trainer: Any) -> None:
+    """What only the collators read: pruning unused columns would join the samples and lose the weights."""
     trainer._set_signature_columns_if_needed()
-    if "seq_lengths" not in trainer._signature_columns:
-        trainer._signature_columns.append("seq_lengths")
+    missing = {"seq_lengths", "weights"} - set(trainer._signature_columns)
+    trainer._signature_columns.extend(sorted(missing))
 
 
 def _prepare_dataset(
@@ -313,6 +344,24 @@ def _log(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any)
     if state is not None:
         step.drain_metrics(trainer, state)
     return original(trainer, *args, **kwargs)
+
+
+def _get_train_sampler(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    sampler = train_sampler(original, trainer, *args, **kwargs)
+    return sampler if state_of(trainer) is None else resume.repeat_by_epoch(sampler, trainer.args.seed)
+
+
+def _get_dataloader(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    state, ranks, trains = state_of(trainer), trainer.accelerator.num_processes, kwargs.get("is_training")
+    if state is not None and ranks > 1 and not trains:
+        flat = getattr(trainer.data_collator, "inner", trainer.data_collator)
+        flat = isinstance(flat, PaddingFreeCollator) or getattr(flat, "padding_free", False)
+        kwargs["dataset"] = fill_rows(kwargs["dataset"], kwargs["batch_size"] * ranks, flat)
+    loader = original(trainer, *args, **kwargs)
+    if state is not None and trains and trainer.args.dataloader_persistent_workers:
+        # workers that stay draw one seed a run, and one more after resuming: not from what dropout draws from
+        loader.base_dataloader.generator = torch.Generator().manual_seed(trainer.args.seed)
+    return loader
 
 
 def _get_eval_dataloader(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,8 @@
 GPU.
 
 TRL turns three sums into Python numbers in every micro-step, which waits for the GPU each time. Here they
-stay on the device until something is logged; the numbers logged are TRL's.
+stay on the device until something is logged; the numbers logged are TRL's. An evaluation's loss is the mean
+over all its targets, where transformers takes the mean of its batches' means.
 """
 
 from __future__ import annotations
@@ -14,10 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..models.head import boundaries_on
 from ..models.patch import is_patched
+from ..packing.boundaries import IGNORE_INDEX
 from .say import Voice
 
-__all__ = ["Counts", "State", "compute_loss", "drain_metrics", "floating_point_ops", "state_of"]
+__all__ = [
+    "Counts",
+    "State",
+    "WeightedCollator",
+    "compute_loss",
+    "drain_metrics",
+    "evaluation_loop",
+    "floating_point_ops",
+    "state_of",
+]
 
 _STATE = "_fastlm"
 _MERGE_EVERY = 256  # pending rows are joined then: a run that never logs holds few tensors
@@ -33,6 +45,7 @@ class Counts:
     rows: int = 0
     tokens: int = 0
     packed_to: int | None = None  # row length, if packed
+    speedup: float = 1.0  # tokens of padded batches over tokens
 
 
 @dataclass
@@ -46,8 +59,9 @@ class State:
     padded_collator: Any = None  # for evaluation that reads logits row by row, and for predict
     pad_evaluation: bool = False
     counts: dict[str, Counts] = field(default_factory=dict)
-    # mode -> parts [n, 4]
+    # mode -> parts [n, 5]
     pending: dict[str, list[Tensor]] = field(default_factory=lambda: {"train": [], "eval": []})
+    evaluated: list[float] = field(default_factory=lambda: [0.0, 0.0])  # targets and loss of this evaluation
     flops_per_token: float | None = None
 
 
@@ -59,11 +73,15 @@ def compute_loss(
     original: Callable[..., Any], trainer: Any, model: Any, inputs: dict[str, Any],
     return_outputs: bool = False, num_items_in_batch: Any = None,
 ) -> Any:  # fmt: skip
-    """TRL's SFTTrainer.compute_loss: loss = sum over targets of -log p (times p for "dft") /
+    """TRL's SFTTrainer.compute_loss: loss = sum over targets of w x -log p (times p for "dft") /
     num_items_in_batch.
 
+    w is the token's entry in the column ``weights``, 1 without one. The denominator counts labelled targets
+    whatever their weight (halving all weights halves the loss), and the metrics are TRL's, unweighted.
+
     ``original`` computes what ours does not: a loss function of the user's, the auxiliary loss of experts,
-    sequence and context parallelism, and label smoothing where the model's head is not fastlm's.
+    sequence and context parallelism, and label smoothing where the model's head is not fastlm's. It knows no
+    weights: ValueError if there are some.
     """
     state = state_of(trainer)
     if state is None:
@@ -73,6 +91,7 @@ def compute_loss(
             "this trainer's batches are padding-free, but fastlm.unpatch was called on its model since; "
             "build the trainer after unpatching"
         )
+    weights = inputs.pop("weights", None)  # [B, T], of a padded batch
     smooths = trainer.label_smoother is not None and trainer.args.loss_type == "nll"
     if (
         trainer.compute_loss_func is not None
@@ -80,9 +99,13 @@ def compute_loss(
         or _shards_sequences(trainer)
         or (smooths and not state.own_head)
     ):
+        if weights is not None or getattr(inputs.get("boundaries"), "row_weight", None) is not None:
+            raise ValueError("the column 'weights' weights fastlm's loss, and this run computes another: remove it")
         return original(trainer, model, inputs, return_outputs, num_items_in_batch)
     mode = "train" if trainer.model.training else "eval"
     inputs["use_cache"] = False
+    if mode == "eval":
+        _ignore_repeated_rows(trainer, inputs)
     smoothing = {"label_smoothing": trainer.args.label_smoothing_factor} if smooths else {}
     outputs = model(**inputs, fused_lm_head=True, **smoothing)
     per_token_loss = -outputs.log_probs  # [B, T - 1], zero where there is no target
@@ -90,15 +113,60 @@ def compute_loss(
         per_token_loss = per_token_loss * outputs.log_probs.exp().detach()
     count = outputs.label_mask.sum()
     denominator = count if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
-    loss = per_token_loss.sum() / denominator.clamp(min=1)
+    total = _weighted_sum(per_token_loss, inputs.get("boundaries"), weights)
+    loss = total / denominator.clamp(min=1)
     if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
         loss = loss * (trainer.accelerator.num_processes // trainer.get_tp_size())
     tokens = _token_count(inputs) if mode == "train" else 0
-    _note(trainer, state, mode, count, outputs, tokens)
+    _note(trainer, state, mode, count, outputs, tokens, total)
     if return_outputs:
         with torch.no_grad():
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
     return (loss, outputs) if return_outputs else loss
+
+
+def _weighted_sum(per_token_loss: Tensor, boundaries: Any, weights: Tensor | None) -> Tensor:
+    """Sum of weight x loss; per_token_loss [B, T - 1], weights [B, T] or in the boundaries."""
+    if getattr(boundaries, "row_weight", None) is not None:
+        boundaries = boundaries_on(boundaries, per_token_loss.device)
+        return (per_token_loss[0].index_select(0, boundaries.label_positions) * boundaries.row_weight).sum()
+    return (per_token_loss if weights is None else per_token_loss * weights[:, 1:]).sum()
+
+
+def _ignore_repeated_rows(trainer: Any, inputs: dict[str, Any]) -> None:
+    """accelerate fills the ranks' last padded batches with rows from the start: those count once, not twice.
+
+    Flattened batches hold none (see ``prepare.fill_rows``).
+    """
+    loader = trainer.accelerator.gradient_state
+    if trainer.accelerator.num_processes == 1 or not loader.end_of_dataloader or loader.remainder <= 0:
+        return
+    if "attention_mask" in inputs:
+        own = max(loader.remainder - trainer.accelerator.process_index * len(inputs["labels"]), 0)
+        inputs["labels"] = inputs["labels"].clone()
+        inputs["labels"][own:] = IGNORE_INDEX
+
+
+@dataclass
+class WeightedCollator:
+    """TRL's collator ``inner``, and ``weights``, float32 [B, T], where rows have them (else 1)."""
+
+    inner: Any
+
+    def __call__(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = self.inner(examples)
+        given = [example.get("weights") for example in examples]
+        if any(row is not None for row in given):
+            rows = [
+                torch.ones(len(example["input_ids"])) if row is None else torch.as_tensor(row, dtype=torch.float32)
+                for example, row in zip(examples, given, strict=True)
+            ]
+            batch["weights"] = torch.ones(batch["input_ids"].shape)
+            for place, row in zip(
+                batch["weights"], [torch.cat(rows)] if self.inner.padding_free else rows, strict=True
+            ):
+                place[: len(row)] = row
+        return batch
 
 
 def _shards_sequences(trainer: Any) -> bool:
@@ -117,13 +185,16 @@ def _token_count(inputs: dict[str, Any]) -> Tensor | int:
     )
 
 
-def _note(trainer: Any, state: State, mode: str, count: Tensor, outputs: Any, tokens: Tensor | int) -> None:
-    """Append this micro-step's row, float32 on the device: targets, entropies, targets predicted, tokens."""
+def _note(
+    trainer: Any, state: State, mode: str, count: Tensor, outputs: Any, tokens: Tensor | int, loss: Tensor
+) -> None:  # fmt: skip
+    """Append this micro-step's row, float32 on the device: targets, entropies, targets predicted, tokens, loss."""
     tokens = tokens.float() if isinstance(tokens, Tensor) else torch.full_like(count, tokens, dtype=torch.float32)
-    sums = (count, outputs.entropy.detach().sum(), outputs.is_top1.sum(), tokens)
-    row = torch.stack([value.float() for value in sums])[None]  # [1, 4]
+    sums = (count, outputs.entropy.detach().sum(), outputs.is_top1.sum(), tokens, loss.detach())
+    row = torch.stack([value.float() for value in sums])[None]  # [1, 5]
     if trainer.accelerator.num_processes > 1:  # here, not in log: a callback may log on one rank only
-        row = trainer.accelerator.gather_for_metrics(row).sum(0, keepdim=True)
+        # gather_for_metrics would take these rows for samples, and drop ranks of the last batch as repeated ones
+        row = trainer.accelerator.gather(row).sum(0, keepdim=True)
     pending = state.pending[mode]
     pending.append(row)
     if len(pending) >= _MERGE_EVERY:
@@ -136,8 +207,11 @@ def drain_metrics(trainer: Any, state: State) -> None:
         pending = state.pending[mode]
         if not pending:
             continue
-        rows = torch.cat(pending).cpu()  # [steps, 4]
+        rows = torch.cat(pending).cpu()  # [steps, 5]
         pending.clear()
+        if mode == "eval":
+            state.evaluated[0] += float(rows[:, 0].double().sum())
+            state.evaluated[1] += float(rows[:, 4].double().sum())
         ratios = rows[:, 1:3] / rows[:, :1]
         ratios[rows[:, 0] == 0] = 0.0
         metrics = trainer._metrics[mode]
@@ -145,6 +219,25 @@ def drain_metrics(trainer: Any, state: State) -> None:
         metrics["mean_token_accuracy"].extend(ratios[:, 1].tolist())
         trainer._total_train_tokens += sum(int(tokens) // trainer._tp_size for tokens in rows[:, 3].tolist())
         metrics["num_tokens"] = [trainer._total_train_tokens]
+
+
+def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Trainer's, for evaluate and predict: its loss is the sum of token losses over the count of targets.
+
+    However the data are batched, packed or spread over ranks. Read once, at the end.
+    """
+    state = state_of(trainer)
+    if state is None:
+        return original(trainer, *args, **kwargs)
+    drain_metrics(trainer, state)
+    state.evaluated = [0.0, 0.0]
+    output = original(trainer, *args, **kwargs)
+    drain_metrics(trainer, state)
+    count, loss = state.evaluated
+    name = f"{args[4] if len(args) > 4 else kwargs.get('metric_key_prefix', 'eval')}_loss"
+    if count and name in output.metrics:
+        output.metrics[name] = loss / count
+    return output
 
 
 def floating_point_ops(original: Callable[..., Any], trainer: Any, inputs: dict[str, Any]) -> Any:

@@ -203,6 +203,7 @@ def test_other_models_get_the_errors_that_trl_raises(tmp_path: Any) -> None:
         dict(trainer=Trainer, config=TrainingArguments, evaluation_strategy="no"),
         dict(bf16=False, extra={"tokenizer": tiny_tokenizer()}),
         dict(bf16=False, extra={"dataset_text_field": "text"}),
+        dict(bf16=False, tokens_per_step=64),
         dict(nonsense=1),
         dict(config=TrainingArguments, max_seq_length=8),
         dict(),  # bf16 by default, on a machine without it
@@ -266,6 +267,23 @@ def test_what_counts_as_given(tmp_path: Any) -> None:
     args = Mine(out, max_length=5, mine=3, bf16=False, report_to="none")
     made = runs.trainer(runs.model(), runs.rows((4,)), args)
     assert made.args.mine == 3 and made.args.max_length == 5
+
+
+def test_tokens_per_step_is_an_option_of_fastlms_alone(tmp_path: Any) -> None:
+    args = runs.config(tmp_path, tokens_per_step=64)
+    assert "tokens_per_step" not in args.to_dict() and "tokens_per_step=" not in repr(args)
+    for survivor in (args, copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
+        assert runs.trainer(runs.model(), runs.rows(), survivor).args.tokens_per_step == 64
+    made = runs.trainer(runs.model(), runs.rows(), runs.config(tmp_path))
+    assert made.args.tokens_per_step is None
+    for wrong, given, message in (
+        (0, {}, "tokens_per_step is 0: give"), ("64", {}, "tokens_per_step is '64'"), (True, {}, "is True"),
+        (64, {"per_device_train_batch_size": 8}, "tokens_per_step=64 and per_device_train_batch_size=8 contradict"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            runs.trainer(runs.model(), runs.rows(), runs.config(tmp_path, tokens_per_step=wrong, **given))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tokens_per_step'"):
+        TrainingArguments(str(tmp_path), tokens_per_step=64)
 
 
 @pytest.mark.filterwarnings("ignore:fastlm:FutureWarning")

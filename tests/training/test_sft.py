@@ -212,6 +212,7 @@ def test_evaluation_with_metrics_is_padded_and_training_is_not(tmp_path: Any, ca
         return {**result, "predicted": float(abs(predicted).sum())}
 
     expected = evaluate(False, bf16=False)
+    expected["eval_loss"] = one_batch_loss(data, tmp_path)
     capsys.readouterr()
     result = evaluate(True)
     assert capsys.readouterr().out.count("evaluation is padded") == 1
@@ -220,12 +221,19 @@ def test_evaluation_with_metrics_is_padded_and_training_is_not(tmp_path: Any, ca
         assert result[name] == pytest.approx(expected[name], rel=1e-5)
 
 
+def one_batch_loss(data: Dataset, out: Any) -> float:
+    """TRL's own evaluation loss where it is the mean over all targets: everything in one batch."""
+    args = runs.config(out, per_device_eval_batch_size=len(data), bf16=False)
+    return runs.trainer(runs.model(patched=False), data, args, eval_dataset=data).evaluate()["eval_loss"]
+
+
 def test_evaluation_without_metrics_equals_trl(tmp_path: Any) -> None:
     data = Dataset.from_list(runs.rows())
     results = []
     for patched in (False, True):
         args = runs.config(tmp_path, per_device_eval_batch_size=3, **({} if patched else {"bf16": False}))
         results.append(runs.trainer(runs.model(patched=patched), data, args, eval_dataset=data).evaluate())
+    results[0]["eval_loss"] = one_batch_loss(data, tmp_path)
     for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_num_tokens"):
         assert results[1][name] == pytest.approx(results[0][name], rel=1e-5), name
 

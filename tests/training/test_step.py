@@ -35,7 +35,7 @@ def test_metrics_equal_trl_on_the_same_padded_batches(logging_steps: int, tmp_pa
     for expected, entry in zip(*histories, strict=True):
         prefix = "eval_" if "eval_loss" in expected else ""
         for name in METRICS:
-            if prefix + name in expected:
+            if prefix + name in expected and prefix + name != "eval_loss":  # one mean over targets, of no batches
                 assert entry[prefix + name] == pytest.approx(expected[prefix + name], rel=1e-5, abs=1e-7)
         assert entry.keys() == expected.keys() and entry.get("total_flos") == expected.get("total_flos")
     assert sum("entropy" in entry for entry in histories[1]) == 6 // logging_steps

@@ -1,0 +1,312 @@
+"""TRL's other trainers and a plain Trainer on padded batches: stock's loss and gradients, from the real tokens only."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+import fastlm
+from fastlm.models import head
+from fastlm.models.padding import PaddedLayout, call_layout
+from fastlm.training import padded
+from fastlm.training.sft import _method, _replace
+
+from ..tiny import add_lora, tiny_config, tiny_tokenizer
+from . import runs
+
+fastlm.patch  # noqa: B018 (first use installs the wrappers)
+
+PAD = 0  # the tokenizer's, which no text contains
+PROMPTS = ("ab", "a longer one", "mid size", "x")
+ANSWERS = ("yes it is", "no", "perhaps so", "certainly not, I say")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def wrapped() -> None:
+    for owner, name, function in padded.wrappers():
+        _replace(owner, name, functools.partial(_method, function=function))
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head knows the layouts that the trainers attached, and reads no mask and no labels itself."""
+
+    def attached(model: Any, args: Any, kwargs: Any, labels: Any) -> PaddedLayout | None:
+        layout = call_layout(model.base_model, args, kwargs)
+        assert layout is None or layout.missed(labels) == 0
+        return layout
+
+    monkeypatch.setattr(head, "_padded_layout", attached)
+
+
+class Seen:
+    """The shape of the ids of each call that embedded any, and how many of them were real."""
+
+    def __init__(self, model: Any) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self.real: list[int] = []
+        model.get_input_embeddings().register_forward_hook(self.note)
+
+    def note(self, module: Any, args: Any, output: Any) -> None:
+        self.shapes.append(tuple(args[0].shape))
+        self.real.append(int((args[0] != PAD).sum()))
+
+
+def quiet(**given: Any) -> dict[str, Any]:
+    return {**runs.quiet(), "bf16": False, "per_device_train_batch_size": 4, "seed": 3, **given}
+
+
+def step(trainer_class: Any, args: Any, model: Any, data: Any, **given: Any) -> tuple[Any, list[dict[str, Any]], Seen]:
+    """(trainer, gradients of every step, shapes) of a training run."""
+    recorder, seen = runs.Recorder(), Seen(model)
+    trainer = trainer_class(
+        model=model, args=args, train_dataset=data, processing_class=tiny_tokenizer(), callbacks=[recorder], **given
+    )
+    trainer.train()
+    return trainer, recorder.gradients, seen
+
+
+def assert_equal(stock: Any, ours: Any) -> None:
+    """Loss and every gradient of every step are stock's, and no call embedded a padding token."""
+    (stock_trainer, truth, stock_seen), (trainer, gradients, seen) = stock, ours
+    # terms of GRPO's loss are about 1 and cancel
+    assert runs.logged(trainer) == pytest.approx(runs.logged(stock_trainer), rel=1e-5, abs=1e-6)
+    assert len(truth) == len(gradients) == trainer.args.max_steps
+    for expected, found in zip(truth, gradients, strict=True):
+        assert runs.worst_error(found, expected) < 1e-5
+        assert len(expected) > 20 and max(g.abs().max() for g in expected.values()) > 1e-4
+    assert len(seen.real) == len(stock_seen.real)
+    assert sum(stock_seen.real) < sum(rows * width for rows, width in stock_seen.shapes)
+    assert seen.shapes == [(1, real) for real in stock_seen.real]
+
+
+def preferences() -> Dataset:
+    rows = zip(PROMPTS, ANSWERS, reversed(ANSWERS), strict=True)
+    return Dataset.from_list([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in rows])
+
+
+def both(
+    trainer_class: Any, config: Any, data: Any, family: str = "llama", *, adapter: str = "given", generate: Any = None,
+    **given: Any,
+) -> list[Any]:  # fmt: skip
+    """The run of the stock model, and of the patched one.
+
+    TRL takes a copy of an adapter that it is given as the reference, and disables one that it has added.
+    """
+    results = []
+    for patched in (False, True):
+        model = runs.model(family, patched=patched, lora=adapter == "given")
+        if adapter == "added":
+            torch.manual_seed(1)  # A and B are drawn in the trainer
+            given["peft_config"] = LoraConfig(target_modules="all-linear", init_lora_weights=False)
+        if generate is not None:
+            model.generate = generate
+        results.append(step(trainer_class, config(), model, data, **given))
+    return results
+
+
+def assert_logged_equal(results: list[Any], *names: str) -> None:
+    for name in names:
+        stock, ours = (runs.logged(trainer, name)[0] for trainer, *_ in results)
+        assert ours == pytest.approx(stock, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("family", "adapter", "options"),
+    [
+        ("llama", "given", {}),
+        ("llama", "added", {"loss_type": "ipo"}),
+        ("llama", "added", {"use_weighting": True}),
+        ("gemma2", "given", {}),
+    ],
+)
+def test_dpo(family: str, adapter: str, options: dict[str, Any], tmp_path: Any) -> None:
+    """Weighting and a softcap need statistics of the logits that TRL's head has and ours has not."""
+    config = lambda: trl.DPOConfig(str(tmp_path), **quiet(**options))  # noqa: E731
+    results = both(trl.DPOTrainer, config, preferences(), family, adapter=adapter)
+    assert_equal(*results)
+    assert_logged_equal(results, "logits/chosen", "logits/rejected", "logps/rejected", "entropy", "mean_token_accuracy")
+
+
+@pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
+def test_kto(loss_type: str, tmp_path: Any) -> None:
+    """The mask of the KL completions is another one, in the same batch."""
+    rows = zip(PROMPTS, ANSWERS, (True, False, True, False), strict=True)
+    data = Dataset.from_list([{"prompt": p, "completion": c, "label": label} for p, c, label in rows])
+    results = both(trl.KTOTrainer, lambda: trl.KTOConfig(str(tmp_path), **quiet(loss_type=loss_type)), data)
+    assert_equal(*results)
+    assert_logged_equal(results, "logits/chosen", "logps/rejected", "kl" if loss_type == "kto" else "entropy")
+
+
+def reward_model(patched: bool) -> Any:
+    torch.manual_seed(5)
+    model = AutoModelForSequenceClassification.from_config(tiny_config("qwen3", num_labels=1), dtype=torch.float32)
+    model = add_lora(model, task_type="SEQ_CLS")
+    if patched:
+        fastlm.patch(model)
+    return model
+
+
+def test_reward(tmp_path: Any) -> None:
+    data = preferences().remove_columns("prompt")
+    results = [
+        step(trl.RewardTrainer, trl.RewardConfig(str(tmp_path), **quiet()), reward_model(patched), data)
+        for patched in (False, True)
+    ]
+    assert_equal(*results)
+    assert_logged_equal(results, "mean_reward", "margin")
+
+
+COMPLETIONS = ([5, 6, 7, 2], [9, 2], [10, 11, 12, 13, 14, 2], [16, 17, 2], [18, 19, 20, 2], [21, 2], [22, 23, 2], [2])
+
+
+def generate(input_ids: Any, **kwargs: Any) -> Any:
+    made = torch.tensor([c + [PAD] * (6 - len(c)) for c in COMPLETIONS[: len(input_ids)]])
+    return torch.cat([input_ids, made], dim=1)
+
+
+def rollouts(trainer_class: Any, config: Any, **given: Any) -> list[Any]:
+    """Two steps on one rollout of eight recorded completions, whose rows are shuffled and split between the steps."""
+    data = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS])
+    return both(trainer_class, config, data, generate=generate, **given)
+
+
+def even_more_than_odd(completion_ids: Any, **kwargs: Any) -> list[float]:
+    return [float(sum(1 - 2 * (token % 2) for token in ids)) for ids in completion_ids]
+
+
+def rollout_options(**given: Any) -> dict[str, Any]:
+    return quiet(
+        max_steps=2, optim="sgd", num_generations=2, max_completion_length=8, temperature=0.7, beta=0.1, **given
+    )
+
+
+@pytest.mark.parametrize(
+    ("adapter", "options"),
+    [("given", {}), ("added", {"loss_type": "grpo", "top_entropy_quantile": 0.5}), ("added", {"entropy_coef": 0.05})],
+)
+def test_grpo(adapter: str, options: dict[str, Any], tmp_path: Any) -> None:
+    """Also with an entropy bonus, whose gradient TRL's head has and ours has not."""
+    config = lambda: trl.GRPOConfig(str(tmp_path), **rollout_options(steps_per_generation=2, **options))  # noqa: E731
+    results = rollouts(trl.GRPOTrainer, config, reward_funcs=even_more_than_odd, adapter=adapter)
+    assert_equal(*results)
+    assert_logged_equal(results, "kl", "entropy", "reward")
+    assert adapter == "given" or runs.logged(results[0][0], "kl")[0] > 1e-3
+
+
+def test_grpo_without_truncated_completions(tmp_path: Any) -> None:
+    """Their mask ends with the prompt."""
+
+    def cut(input_ids: Any, **kwargs: Any) -> Any:
+        return generate(input_ids).where(torch.arange(len(input_ids))[:, None] != 2, 7)
+
+    config = lambda: trl.GRPOConfig(str(tmp_path), **rollout_options(mask_truncated_completions=True))  # noqa: E731
+    (stock, truth, stock_seen), (trainer, gradients, seen) = both(
+        trl.GRPOTrainer, config, Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
+        generate=cut, reward_funcs=even_more_than_odd,
+    )  # fmt: skip
+    assert runs.logged(trainer) == pytest.approx(runs.logged(stock), rel=1e-5, abs=1e-6)
+    assert all(runs.worst_error(ours, theirs) < 1e-5 for ours, theirs in zip(gradients, truth, strict=True))
+    assert {rows for rows, _ in seen.shapes} == {1} and sum(width for _, width in seen.shapes) < sum(stock_seen.real)
+
+
+def test_rloo(tmp_path: Any) -> None:
+    config = lambda: trl.RLOOConfig(str(tmp_path), **rollout_options(steps_per_generation=2))  # noqa: E731
+    results = rollouts(trl.RLOOTrainer, config, reward_funcs=even_more_than_odd)
+    assert_equal(*results)
+    assert_logged_equal(results, "kl", "entropy", "reward")
+
+
+def test_distillation(tmp_path: Any) -> None:
+    """It calls the backbones itself; the teacher is a stock model."""
+    results = rollouts(
+        trl.DistillationTrainer,
+        lambda: trl.DistillationConfig(
+            str(tmp_path), **quiet(max_steps=2, optim="sgd", max_completion_length=8, gradient_accumulation_steps=1)
+        ),
+        teacher_model=runs.model(patched=False, lora=False, seed=7),
+    )
+    assert_equal(*results)
+    assert_logged_equal(results, "entropy")
+
+
+def plain(collator: Any, data: Any, tmp_path: Any, **options: Any) -> list[Any]:
+    args = lambda: TrainingArguments(str(tmp_path), **quiet(**options))  # noqa: E731
+    return both(Trainer, args, data, data_collator=collator)
+
+
+def padding_collator(side: str = "right") -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.padding_side = side
+    return transformers.DataCollatorForSeq2Seq(tokenizer)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.1}, {"gradient_checkpointing": True}], ids=str)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_plain_trainer(side: str, options: dict[str, Any], tmp_path: Any) -> None:
+    data = Dataset.from_list(runs.rows((5, 12, 3, 9)))
+    assert_equal(*plain(padding_collator(side), data, tmp_path, **options))
+
+
+def test_plain_trainer_evaluates(tmp_path: Any) -> None:
+    data = Dataset.from_list(runs.rows((5, 12, 3, 9)))
+    results = []
+    for patched in (False, True):
+        args = TrainingArguments(str(tmp_path), **quiet(per_device_eval_batch_size=4))
+        trainer = Trainer(runs.model(patched=patched), args, padding_collator(), eval_dataset=data)
+        seen = Seen(trainer.model)
+        results.append((trainer.predict(data), seen.shapes))
+    (truth, _), (found, shapes) = results
+    assert found.metrics["test_loss"] == pytest.approx(truth.metrics["test_loss"], rel=1e-5)
+    assert shapes == [(1, 5 + 12 + 3 + 9)]
+    real = truth.label_ids != -100
+    assert abs(found.predictions - truth.predictions)[real].max() < 1e-4
+
+
+def test_streamed_data(tmp_path: Any) -> None:
+    """accelerate joins the batches of a stream by its tensors alone, unless it is told not to."""
+    data = Dataset.from_list(runs.rows((5, 12, 3, 9))).to_iterable_dataset()
+    assert_equal(*plain(padding_collator(), data, tmp_path))
+
+
+class LabelledPadding:
+    """Labels copied from the padded ids, as some notebooks do: stock trains on padding too."""
+
+    def __call__(self, examples: Any) -> Any:
+        batch = padding_collator()(examples)
+        return {**batch, "labels": batch["input_ids"].clone()}
+
+
+def test_targets_at_padding_stay_padded(tmp_path: Any) -> None:
+    data = Dataset.from_list(runs.rows((5, 12, 3, 9)))
+    (stock, truth, stock_seen), (trainer, gradients, seen) = plain(LabelledPadding(), data, tmp_path)
+    assert seen.shapes == stock_seen.shapes == [(4, 16)] or seen.shapes == [(4, 12)]
+    assert runs.logged(trainer) == pytest.approx(runs.logged(stock), rel=1e-5)
+    assert runs.worst_error(gradients[0], truth[0]) < 1e-5
+
+
+def test_the_users_collator_stays_the_trainers(tmp_path: Any) -> None:
+    collator = padding_collator()
+    trainer = Trainer(
+        runs.model(), TrainingArguments(str(tmp_path), **quiet()), collator, Dataset.from_list(runs.rows())
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert trainer.data_collator is collator
+    assert set(batch) == {"input_ids", "attention_mask", "labels", "attention_mask_layout"}
+    assert trainer.model(**batch).loss.isfinite()  # a loop of the user's own
+    prepared = trainer._prepare_inputs(batch)
+    assert set(prepared) == {"input_ids", "attention_mask", "labels"}
+
+
+def test_other_models_get_the_batch_as_it_was(tmp_path: Any) -> None:
+    data = Dataset.from_list(runs.rows())
+    trainer = Trainer(runs.model(patched=False), TrainingArguments(str(tmp_path), **quiet()), padding_collator(), data)
+    assert set(next(iter(trainer.get_train_dataloader()))) == {"input_ids", "attention_mask", "labels"}
