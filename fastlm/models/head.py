@@ -24,7 +24,7 @@ from ..kernels.linear_cross_entropy import LinearCrossEntropyOutput, linear_cros
 from ..packing.boundaries import SequenceBoundaries
 from .adapters import global_hooks, has_hooks
 from .layers import layer_patch
-from .padding import PaddedLayout, call_layout, flatten_call
+from .padding import PaddedLayout, call_layout, flatten_call, stay_padded
 
 __all__ = ["LossOutput", "boundaries_from", "boundaries_on", "head_forward_for", "head_obstacle"]
 
@@ -92,7 +92,7 @@ def head_forward_for(model_class: type) -> Any:
         other_loss = self.loss_function is not ForCausalLMLoss or "ignore_index" in kwargs
         unfit = not keeps_all or as_tuple or other_loss or global_hooks()
         if not wants_loss or unfit or head_obstacle(self):
-            return type(self).forward(self, *args, **kwargs)
+            return type(self).forward(self, *args, **(kwargs if trains else stay_padded(kwargs)))
         output = _loss_output(self, *args, **kwargs)
         if not trains:
             output.logits  # noqa: B018  # evaluation reads them by iterating

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..packing.boundaries import IGNORE_INDEX, SequenceBoundaries
 
-__all__ = ["LAYOUT_SUFFIX", "PaddedLayout", "attach", "call_layout", "flatten_call"]
+__all__ = ["LAYOUT_SUFFIX", "PaddedLayout", "attach", "call_layout", "flatten_call", "stay_padded"]
 
 LAYOUT_SUFFIX = "_layout"  # a batch's "attention_mask" has its description beside it, as "attention_mask_layout"
 _ATTRIBUTE = "_fastlm_layout"
@@ -132,6 +132,15 @@ def _attached(mask: Tensor) -> PaddedLayout | None:
         if owner.is_contiguous() and mask.stride() == owner.stride() and mask.shape[1] == width and not column:
             return layout.rows(first, len(mask))
     return None
+
+
+def stay_padded(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a call whose output at padding somebody may read: real logits are the stock model's."""
+    kept = {name: value for name, value in kwargs.items() if name != "attention_mask" + LAYOUT_SUFFIX}
+    mask = kept.get("attention_mask")
+    if isinstance(mask, Tensor) and _attached(mask) is not None:
+        kept["attention_mask"] = mask.clone()
+    return kept
 
 
 def call_layout(

@@ -19,7 +19,7 @@ import torch
 
 from ..models.patch import is_patched, padding_free_obstacle, patched_core, rebind_head, report
 from ..packing.collators import PaddingFreeCollator
-from . import legacy, prepare, resume, step
+from . import legacy, memory, padded, prepare, resume, step
 from .batches import train_sampler
 from .precision import hold_float32_masters, restore_float32_masters, settle_precision
 from .say import Voice
@@ -37,6 +37,7 @@ def install() -> None:
 
     _replace(TrainingArguments, "__init__", lambda original: legacy.remember_call(TrainingArguments, sft=False))
     _replace(Trainer, "__init__", lambda original: _method(original, _trainer_init))
+    function: Callable[..., Any]
     for name, function in (
         ("train", resume.train),
         ("_save_checkpoint", resume.save_checkpoint),
@@ -47,6 +48,8 @@ def install() -> None:
         ("get_batch_samples", resume.get_batch_samples),
     ):
         _replace(Trainer, name, functools.partial(_method, function=function))
+    for owner, name, function in padded.wrappers():  # before SFTTrainer's, which call on to these
+        _replace(owner, name, functools.partial(_method, function=function))
     if importlib.util.find_spec("trl") is None:
         return
     from trl import SFTConfig, SFTTrainer
@@ -54,6 +57,7 @@ def install() -> None:
     _replace(SFTConfig, "__init__", lambda original: legacy.remember_call(SFTConfig, sft=True))
     _replace(SFTTrainer, "__init__", lambda original: _method(original, _sft_init))
     for name, function in (
+        ("training_step", memory.training_step),
         ("compute_loss", step.compute_loss),
         ("evaluation_loop", step.evaluation_loop),
         ("floating_point_ops", step.floating_point_ops),
@@ -111,7 +115,7 @@ def _sft_init(original: Callable[..., None], trainer: Any, *args: Any, **kwargs:
         config, core.dtype, given, state.voice.say, device_type=config.device.type,
         bf16_refused=bf16_refused,
     )  # fmt: skip
-    _settle_checkpointing(config, core, given)
+    _settle_checkpointing(config, core, given, state)
     _settle_throughput(config, given, state)
     if call.get("train_dataset") is None:
         return original(trainer, **{**call, "args": config})  # TRL says that it is needed
@@ -176,16 +180,24 @@ def _settle_max_length(config: Any, core: Any, given: frozenset[str], state: Sta
         )
 
 
-def _settle_checkpointing(config: Any, core: Any, given: frozenset[str]) -> None:
-    """An explicit value wins, then the model's own setting; TRL's default of True is not explicit."""
+def _settle_checkpointing(config: Any, core: Any, given: frozenset[str], state: State) -> None:
+    """An explicit value wins, then the model's own setting; TRL's default of True is not explicit.
+
+    True leaves it to the model's policy; without one it means "fastlm", which keeps all activations that fit.
+    """
     # transformers 5.24 calls it activation_checkpointing, keeps the old name beside it and reads the new one only
     names = {name for name in ("gradient_checkpointing", "activation_checkpointing") if hasattr(config, name)}
-    setting = getattr(core, "_fastlm_checkpointing", None)
-    if given & names or setting is None:
-        setting = config.gradient_checkpointing
+    policy = getattr(core, "_fastlm_checkpointing", None)
+    if given & names or policy is None:
+        policy = config.gradient_checkpointing and (policy or "fastlm")
     for name in names:
-        setattr(config, name, bool(setting))
-    if not setting and any(getattr(module, "gradient_checkpointing", False) for module in core.modules()):
+        setattr(config, name, bool(policy))
+        if policy == "offload" and config.device.type != "cpu":  # there they are in host memory anyway
+            options = getattr(config, f"{name}_kwargs") or {}
+            setattr(config, f"{name}_kwargs", {**options, "offload": True})
+    if policy in (True, "fastlm"):
+        state.activations = memory.Activations()
+    if not policy and any(getattr(module, "gradient_checkpointing", False) for module in core.modules()):
         new_name = getattr(core, "activation_checkpointing_disable", None)
         (new_name or core.gradient_checkpointing_disable)()
 

@@ -63,6 +63,7 @@ class State:
     pending: dict[str, list[Tensor]] = field(default_factory=lambda: {"train": [], "eval": []})
     evaluated: list[float] = field(default_factory=lambda: [0.0, 0.0])  # targets and loss of this evaluation
     flops_per_token: float | None = None
+    activations: Any = None  # memory.Activations, where a step decides what it keeps
 
 
 def state_of(trainer: Any) -> State | None:

@@ -170,12 +170,14 @@ def test_what_reads_more_than_real_tokens_stays_padded(why: str) -> None:
     assert (found.hidden_states is None) == (why != "hidden states")
 
 
-def test_evaluation_with_the_default_cache_stays_padded() -> None:
-    _, fast = pair()
+def test_evaluation_stays_padded_where_logits_are_read() -> None:
+    stock, fast = pair()
     batch, shapes = with_layout(batch_of("right")), embedded(fast)
     assert fast.eval()(**batch).past_key_values is not None
-    fast(**batch, use_cache=False)
-    assert shapes == [(3, S), (1, 20)]
+    found, expected = (model.eval()(**batch, use_cache=False).logits for model in (fast, stock))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)  # at padding too
+    fast(**batch, use_cache=False, fused_lm_head=True)
+    assert shapes == [(3, S), (3, S), (1, 20)]
 
 
 @pytest.mark.parametrize("limit", [S - 1, S])

@@ -94,8 +94,15 @@ def not_installed() -> Iterator[None]:
     owners = (transformers.TrainingArguments, transformers.Trainer, trl.SFTConfig, trl.SFTTrainer)
     wrapped = {(o, n): f for o in owners for n, f in list(o.__dict__.items()) if hasattr(f, _MARK)}
     assert wrapped
+    inherited = {
+        key for key, function in wrapped.items()
+        if any(vars(base).get(key[1]) is getattr(function, _MARK) for base in key[0].__mro__[1:])
+    }  # fmt: skip
     for (owner, name), function in wrapped.items():
-        setattr(owner, name, getattr(function, _MARK))
+        if (owner, name) in inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, getattr(function, _MARK))
     try:
         yield
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ from transformers import AutoModelForSequenceClassification, Trainer, TrainingAr
 import fastlm
 from fastlm.models import head
 from fastlm.models.padding import PaddedLayout, call_layout
-from fastlm.training import padded
-from fastlm.training.sft import _method, _replace
 
 from ..tiny import add_lora, tiny_config, tiny_tokenizer
 from . import runs
@@ -27,12 +24,6 @@ fastlm.patch  # noqa: B018 (first use installs the wrappers)
 PAD = 0  # the tokenizer's, which no text contains
 PROMPTS = ("ab", "a longer one", "mid size", "x")
 ANSWERS = ("yes it is", "no", "perhaps so", "certainly not, I say")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def wrapped() -> None:
-    for owner, name, function in padded.wrappers():
-        _replace(owner, name, functools.partial(_method, function=function))
 
 
 @pytest.fixture(autouse=True)
@@ -256,7 +247,8 @@ def test_plain_trainer(side: str, options: dict[str, Any], tmp_path: Any) -> Non
     assert_equal(*plain(padding_collator(side), data, tmp_path, **options))
 
 
-def test_plain_trainer_evaluates(tmp_path: Any) -> None:
+def test_plain_trainer_evaluates_on_padded_rows(tmp_path: Any) -> None:
+    """Its logits may be read anywhere, at padding too."""
     data = Dataset.from_list(runs.rows((5, 12, 3, 9)))
     results = []
     for patched in (False, True):
@@ -266,9 +258,8 @@ def test_plain_trainer_evaluates(tmp_path: Any) -> None:
         results.append((trainer.predict(data), seen.shapes))
     (truth, _), (found, shapes) = results
     assert found.metrics["test_loss"] == pytest.approx(truth.metrics["test_loss"], rel=1e-5)
-    assert shapes == [(1, 5 + 12 + 3 + 9)]
-    real = truth.label_ids != -100
-    assert abs(found.predictions - truth.predictions)[real].max() < 1e-4
+    assert shapes == [(4, 12)]
+    assert abs(found.predictions - truth.predictions).max() < 1e-4
 
 
 def test_streamed_data(tmp_path: Any) -> None:
