@@ -4,7 +4,18 @@ For a CPU, with TRITON_INTERPRET=1 (Triton's interpreter). Times mean nothing he
 """
 
 import benchmarks.kernels as kernels
-from benchmarks.kernels import ModelShapes, glu, linear_cross_entropy, lora, nf4, rms_norm, rope
+from benchmarks.kernels import (
+    ModelShapes,
+    add_rms_norm,
+    glu,
+    layer_norm,
+    linear_cross_entropy,
+    lora,
+    nf4,
+    norm_rope,
+    rms_norm,
+    rope,
+)
 from benchmarks.timing import SETTINGS, report
 
 LLAMA = ModelShapes("Llama", 32, 48, 2, 1, 16, 70, "silu")
@@ -19,7 +30,10 @@ def main() -> None:
     report(
         [
             *rms_norm.run(),
+            *add_rms_norm.run(),
+            *layer_norm.run(),
             *rope.run(),
+            *norm_rope.run(),
             *glu.run(),
             *nf4.run(((64, 64),)),
             *lora.run(LLAMA, 2),

@@ -47,7 +47,8 @@ def test_every_operation_is_there_forward_and_backward(dry_run):
     operations = {row["operation"] for row in dry_run[1]["results"]}
     assert operations >= {
         "rms_norm fwd", "rms_norm bwd", "rms_norm bwd dw",
-        "head norm fwd", "head norm bwd", "head norm bwd dw",
+        "add_rms_norm fwd", "layer_norm bwd", "head norm fwd", "head norm bwd", "head norm bwd dw",
+        "norm_rope fwd", "norm_rope together fwd", "norm_rope together bwd dw",
         "rope fwd", "rope bwd", "glu packed fwd", "glu packed bwd", "glu fwd", "glu bwd", "glu bwd rebuild",
         "nf4 dequantize", "lora qkv fwd", "lora qkv fwd+bwd", "lora mlp fwd", "lora mlp fwd+bwd",
         "linear_cross_entropy",
