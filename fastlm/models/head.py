@@ -11,7 +11,6 @@ Bound to the causal LM as its ``forward``. It answers three kinds of call:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -29,34 +28,28 @@ from .padding import PaddedLayout, call_layout, flatten_call, stay_padded
 __all__ = ["LossOutput", "boundaries_from", "boundaries_on", "head_forward_for", "head_obstacle"]
 
 
+_TOLD = {"temperature", "cast_lm_head_to_fp32", "outputs"}  # arguments of TRL's add_fused_lm_head
+_CLOSURE = _TOLD | {"backbone_attr", "final_logit_softcapping", "logit_scale", "original_forward", "text_config"}
+
+
 class LossOutput(CausalLMOutputWithPast):
     """``CausalLMOutputWithPast`` whose ``logits`` are computed when they are first read, by name or by index.
 
     The tensor read is the real one, connected to the graph; computing the loss did not need it. Iterating does not
-    compute it: wrappers (accelerate, DDP) walk every output. What computes it travels on the loss tensor, because
-    accelerate builds the output anew from its items.
+    compute it: wrappers walk every output, and build it anew from its items (accelerate, DDP). The item is the
+    function that computes it, until then.
     """
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if name == "logits" and value is None:
-            loss = super().__getattribute__("loss")
-            compute: Callable[[], Tensor] | None = getattr(loss, "_fastlm_logits", None)
-            if compute is not None:
-                value = compute()
-                del loss._fastlm_logits
-                self["logits"] = value
-                for later in [key for key in self.keys() if key not in ("loss", "logits")]:
-                    self.move_to_end(later)  # the tuple's order is the fields'
+        if name == "logits" and callable(value):
+            value = self["logits"] = value()
         return value
 
     def __getitem__(self, key: Any) -> Any:
         if key not in ("loss", 0):
             self.logits  # noqa: B018  # computes it
         return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        return super().__contains__(key) or (key == "logits" and hasattr(self.loss, "_fastlm_logits"))
 
     def get(self, key: Any, default: Any = None) -> Any:
         if key == "logits":
@@ -92,7 +85,8 @@ def head_forward_for(model_class: type) -> Any:
         other_loss = self.loss_function is not ForCausalLMLoss or "ignore_index" in kwargs
         unfit = not keeps_all or as_tuple or other_loss or global_hooks()
         if not wants_loss or unfit or head_obstacle(self):
-            return type(self).forward(self, *args, **(kwargs if trains else stay_padded(kwargs)))
+            args, kwargs = (args, kwargs) if trains else stay_padded(args, kwargs)
+            return type(self).forward(self, *args, **kwargs)
         output = _loss_output(self, *args, **kwargs)
         if not trains:
             output.logits  # noqa: B018  # evaluation reads them by iterating
@@ -167,8 +161,7 @@ def _run_backbone(
     if kwargs.get("use_cache") is None and kwargs.get("position_ids") is None:
         kwargs["use_cache"] = False
     layout = None if labels is None or shift_labels is not None else _padded_layout(model, args, kwargs, labels)
-    if layout is not None:
-        args, kwargs = (), flatten_call(layout, args, kwargs)
+    args, kwargs = stay_padded(args, kwargs) if layout is None else ((), flatten_call(layout, args, kwargs))
     boundaries = boundaries_from(kwargs)
     return model.base_model(*args, **kwargs), boundaries, layout
 
@@ -180,7 +173,7 @@ def _padded_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], la
         torch._assert_async(
             layout.missed(labels) == 0,
             "the labels have targets that the data collator's labels or completion_mask had not: let the collator "
-            "return the labels that the loss reads, or take attention_mask_layout out of its batch",
+            "return the labels that the loss reads",
         )
     return layout
 
@@ -237,19 +230,27 @@ class _WithoutGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
         # DDP hands every output a gradient, of zeros
         torch._assert_async(
-            (gradient == 0).all(), "fastlm's head gives the entropy no gradient: call fastlm.patch before the trainer"
+            (gradient == 0).all(),
+            "fastlm's head gives the entropy no gradient: for GRPO's entropy bonus call fastlm.patch before building "
+            "the trainer, for a loss of your own call fastlm.unpatch",
         )
         return None, None
 
 
-def _asked_of_trl(model: Any) -> dict[str, Any]:
-    """What TRL's add_fused_lm_head was told, where ours took the place of its forward: only its closure knows."""
+def _trl_forward(model: Any) -> Any:
+    """The forward of TRL's add_fused_lm_head in whose place ours is, or None."""
     layer = layer_patch(model)
-    function = getattr(None if layer is None else layer.previous, "__func__", None)
-    free = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    told = dict(zip(free, getattr(function, "__closure__", None) or (), strict=True))
-    names = ("temperature", "cast_lm_head_to_fp32", "outputs")
-    return {name: told[name].cell_contents for name in names} if told.keys() >= set(names) else {}
+    previous = None if layer is None else layer.previous
+    code = getattr(previous, "__code__", None)  # a bound method has its function's
+    return previous if code is not None and "fused_lm_head" in code.co_varnames else None
+
+
+def _asked_of(trl_forward: Any) -> dict[str, Any]:
+    """What add_fused_lm_head was told, which only its closure knows; empty where it knows more than this does."""
+    told = dict(zip(trl_forward.__code__.co_freevars, trl_forward.__closure__ or (), strict=True))
+    if not _TOLD <= told.keys() <= _CLOSURE:
+        return {}
+    return {name: told[name].cell_contents for name in _TOLD}
 
 
 def _mean_logits(model: Any, rows: Tensor, targets: Tensor, temperature: float) -> Tensor:
@@ -269,13 +270,15 @@ def _trl_output(
 ) -> Any:  # fmt: skip
     from trl.trainer.utils import FusedCausalLMOutput
 
-    asked = _asked_of_trl(model)
+    trl_forward = _trl_forward(model)
+    asked = {} if trl_forward is None else _asked_of(trl_forward)
     fields_asked, temperature = asked.get("outputs", ()), asked.get("temperature", 1.0)
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    ours = {"log_probs", "entropy", "is_top1", *(("mean_logits",) if softcap is None else ())}
     obstacle = head_obstacle(model)
-    not_ours = "log_sum_sq_probs" in fields_asked or ("mean_logits" in fields_asked and softcap is not None)
-    if asked and not label_smoothing and (obstacle or not_ours or asked.get("cast_lm_head_to_fp32")):
-        return layer_patch(model).previous(  # type: ignore[union-attr]
+    not_ours = not asked or obstacle or asked["cast_lm_head_to_fp32"] or not ours.issuperset(fields_asked)
+    if trl_forward is not None and not_ours and not label_smoothing:
+        return trl_forward(
             *args, labels=labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch,
             fused_lm_head=True, **kwargs,
         )  # fmt: skip
@@ -317,16 +320,17 @@ def _loss_output(
     loss: Any = _score(model, rows, targets, row_weight=weight).loss
     device_type = hidden.device.type
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-    loss._fastlm_logits = functools.partial(_logits, model, hidden, layout, autocast)
+    padded = None if layout is None else stay_padded(args, kwargs)
+    logits: Any = functools.partial(_logits, model, hidden, padded, autocast)
     names = {field.name for field in fields(LossOutput)}  # 5.24 says cache where 5.17 says past_key_values
-    return LossOutput(loss=loss, **{name: value for name, value in outputs.items() if name in names})
+    return LossOutput(loss=loss, logits=logits, **{name: value for name, value in outputs.items() if name in names})
 
 
-def _logits(model: Any, hidden: Tensor, layout: PaddedLayout | None, autocast: torch.dtype | None) -> Tensor:
-    """As they would have been in the forward, which may have run under autocast."""
-    if layout is not None:
-        hidden = layout.on(hidden.device).restore(hidden)
+def _logits(model: Any, hidden: Tensor, padded: tuple[Any, Any] | None, autocast: torch.dtype | None) -> Tensor:
+    """As they would have been in the forward, which may have run under autocast; at padding too."""
     with torch.autocast(hidden.device.type, autocast, enabled=autocast is not None):
+        if padded is not None:  # hidden has the real tokens only: a second forward, of the padded call
+            return type(model).forward(model, *padded[0], **padded[1]).logits
         logits = model.get_output_embeddings()(hidden)
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap

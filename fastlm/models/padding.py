@@ -18,6 +18,7 @@ __all__ = ["LAYOUT_SUFFIX", "PaddedLayout", "attach", "call_layout", "flatten_ca
 
 LAYOUT_SUFFIX = "_layout"  # a batch's "attention_mask" has its description beside it, as "attention_mask_layout"
 _ATTRIBUTE = "_fastlm_layout"
+_ON_DEVICE = ("indices", "predictors", "boundaries")  # parts of a layout; the others stay on the host
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,21 +66,12 @@ class PaddedLayout:
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> PaddedLayout:
         """The same layout with what the device needs on ``device``."""
-        return replace(
-            self,
-            indices=self.indices.to(device, non_blocking=non_blocking),
-            predictors=self.predictors.to(device, non_blocking=non_blocking),
-            boundaries=self.boundaries.to(device, non_blocking),
-        )
+        parts = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in _ON_DEVICE}
+        return replace(self, **parts)
 
     def pin_memory(self) -> PaddedLayout:
         """The same layout in page-locked memory (needs a GPU)."""
-        return replace(
-            self,
-            indices=self.indices.pin_memory(),
-            predictors=self.predictors.pin_memory(),
-            boundaries=self.boundaries.pin_memory(),
-        )
+        return replace(self, **{name: getattr(self, name).pin_memory() for name in _ON_DEVICE})
 
     def on(self, device: torch.device) -> PaddedLayout:
         """The layout on this device, copied without making anyone wait."""
@@ -101,10 +93,10 @@ class PaddedLayout:
         return values.flatten(0, 1).index_select(0, self.indices)[None]
 
     def restore(self, values: Tensor) -> Tensor:
-        """values [1, T, H] -> [B, S, H], zero at padding."""
+        """values [1, T, H], on any device -> [B, S, H], zero at padding."""
         rows, width = self.real.shape
         padded = values.new_zeros(rows * width, values.shape[-1])
-        return padded.index_copy(0, self.indices, values[0]).view(rows, width, -1)
+        return padded.index_copy(0, self.on(values.device).indices, values[0]).view(rows, width, -1)
 
     def shifted_targets(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """labels [B, S] -> the N targets, and the places of their predictors in [B, S - 1] flattened."""
@@ -113,19 +105,20 @@ class PaddedLayout:
 
     def missed(self, labels: Tensor) -> Tensor:
         """How many targets of these labels [B, S] the layout does not know of, on their device."""
-        return (labels[:, 1:] != IGNORE_INDEX).sum() - (self.shifted_targets(labels)[0] != IGNORE_INDEX).sum()
+        known, _ = self.on(labels.device).shifted_targets(labels)
+        return (labels[:, 1:] != IGNORE_INDEX).sum() - (known != IGNORE_INDEX).sum()
 
 
 def attach(mask: Tensor, layout: PaddedLayout) -> None:
     """Let a model that is called with this mask, or with rows of it, know the layout."""
     if not mask.is_inference():  # such a tensor does not count its changes
-        setattr(mask, _ATTRIBUTE, (mask._version, layout.on(mask.device)))
+        setattr(mask, _ATTRIBUTE, (id(mask), mask._version, layout.on(mask.device)))
 
 
 def _attached(mask: Tensor) -> PaddedLayout | None:
     for owner in (mask, mask if mask._base is None else mask._base):
-        version, layout = getattr(owner, _ATTRIBUTE, (None, None))
-        if layout is None or version != mask._version:  # a view shares its base's version
+        marked, version, layout = getattr(owner, _ATTRIBUTE, (None, None, None))
+        if layout is None or (marked, version) != (id(owner), mask._version):  # copies are marked, views share versions
             continue
         width = layout.real.shape[1]
         first, column = divmod(mask.storage_offset() - owner.storage_offset(), width)
@@ -134,13 +127,14 @@ def _attached(mask: Tensor) -> PaddedLayout | None:
     return None
 
 
-def stay_padded(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of a call whose output at padding somebody may read: real logits are the stock model's."""
-    kept = {name: value for name, value in kwargs.items() if name != "attention_mask" + LAYOUT_SUFFIX}
-    mask = kept.get("attention_mask")
-    if isinstance(mask, Tensor) and _attached(mask) is not None:
-        kept["attention_mask"] = mask.clone()
-    return kept
+def stay_padded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call whose output at padding somebody may read: real logits are the stock model's."""
+
+    def unmarked(value: Any) -> Any:
+        marked = isinstance(value, Tensor) and value.dim() == 2 and _attached(value) is not None
+        return value.clone() if marked else value
+
+    return tuple(map(unmarked, args)), {name: unmarked(value) for name, value in kwargs.items()}
 
 
 def call_layout(
@@ -154,11 +148,9 @@ def call_layout(
     """
     patched = backbone.__dict__.get("_fastlm_backbone")
     mask = kwargs.get("attention_mask")
-    given = kwargs.pop("attention_mask" + LAYOUT_SUFFIX, None)  # of a loop that hands the model its whole batch
+    kwargs.pop("attention_mask" + LAYOUT_SUFFIX, None)  # of a loop that hands over its whole batch, changed or not
     if patched is None or not patched.switch.on or not isinstance(mask, Tensor) or mask.dim() != 2 or len(args) > 1:
         return None
-    if given is not None:
-        attach(mask, given)
     layout = _attached(mask)
     if labels is not None:
         if labels.shape != mask.shape:

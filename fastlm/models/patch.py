@@ -245,6 +245,8 @@ def _bind(module: Any, kind: str, form: Any, switch: Switch, backends: dict[str,
     ours = is_ours(existing)
     if existing is not None and not ours and kind != "head":
         return "its forward was already replaced by something else"
+    if existing is not None and not ours and "_fastlm" in module.__dict__:
+        return head_obstacle(module)  # accelerate's autocast or TRL's head around ours: it stays outermost
     layer = LayerPatch(kind, form, switch)
     if kind == "layer" and form.drops and (module.resid_attn_dropout.p or module.resid_mlp_dropout.p):
         return "dropout on the residual stream is not fused"

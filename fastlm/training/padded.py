@@ -1,7 +1,8 @@
 """Trainers that pad, on a patched model: what the mask holds is read on the host, so that the model drops the padding.
 
 A data collator's mask is described where it is made. GRPO, RLOO and distillation make theirs on the device: it is read
-once per rollout. The rest of a trainer, its batches and its loss are as they were.
+once per rollout. The rest of a trainer, its batches and its loss are as they were; where a loss is the user's own,
+batches stay padded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..models.padding import LAYOUT_SUFFIX, PaddedLayout, attach
-from ..models.patch import is_patched, padding_free_obstacle, patched_core, rebind_head
+from ..models.patch import is_patched, padding_free_obstacle, patched_core, rebind_head, report
 from ..packing.boundaries import IGNORE_INDEX
 from ..packing.collators import PaddingFreeCollator
 
@@ -101,6 +102,8 @@ def _get_dataloader(original: Callable[..., Any], trainer: Any, dataset: Any, *a
     if core is None or padding_free_obstacle(core) is not None or dispatches or padding_free:
         return original(trainer, dataset, *args, **kwargs)
     pools = type(core).__name__.endswith("ForSequenceClassification")
+    if not pools and (_reads_anything(trainer) or not (kwargs.get("is_training") or "head" in report(core).fused)):
+        return original(trainer, dataset, *args, **kwargs)  # somebody may read the output at padding
     trainer.data_collator = LayoutCollator(collate, pools, core.config.get_text_config().pad_token_id)
     loading.dispatch_batches = False  # with one process it changes nothing else
     loading.non_blocking = non_blocking or trainer.args.dataloader_pin_memory  # this step goes on while that is copied
@@ -109,6 +112,12 @@ def _get_dataloader(original: Callable[..., Any], trainer: Any, dataset: Any, *a
     finally:
         trainer.data_collator = collate
         loading.dispatch_batches, loading.non_blocking = dispatch, non_blocking
+
+
+def _reads_anything(trainer: Any) -> bool:
+    """Whether the loss is computed by code of the user's, which may read any of the model's outputs."""
+    owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
+    return callable(trainer.compute_loss_func) or not owner.__module__.startswith(("transformers.", "trl.trainer."))
 
 
 def _prepare_inputs(original: Callable[..., Any], trainer: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

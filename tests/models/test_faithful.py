@@ -41,7 +41,7 @@ def test_a_peft_model_trains_without_a_logits_tensor():
     """PEFT passes return_dict=None; the row weights of the boundaries reach the loss through it as well."""
     _, fast = pair()
     output = fast(IDS, labels=IDS)
-    assert isinstance(output, LossOutput) and list(output.keys()) == ["loss"]
+    assert isinstance(output, LossOutput) and callable(dict.get(output, "logits"))
     rows = samples()
     batch = LAYOUTS["flattened"]([{**row, "weights": [2.0] * len(row["input_ids"])} for row in rows])[0]
     plain = LAYOUTS["flattened"](rows)[0]

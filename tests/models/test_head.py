@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from trl.trainer.utils import add_fused_lm_head
 
 import fastlm
 from fastlm.models import head
 from fastlm.models.adapters import is_ours
 from fastlm.models.patch import rebind_head
-from tests.models.test_padding import RUNS, batch_of, embedded, pair
+from tests.models.test_padding import RUNS, batch_of, embedded, pair, with_layout
 from tests.tiny import relative_error, tiny_model
 
 OURS = ("log_probs", "entropy", "mean_logits", "is_top1")
@@ -72,13 +74,23 @@ def test_every_field_that_trl_asks_for(side: str, monkeypatch: pytest.MonkeyPatc
 def test_what_ours_does_not_give_comes_from_trl(family: str, told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """From padding-free hidden states all the same, where the layout is known."""
     stock, fast = heads(family, **told)
-    batch, counts, shapes = batch_of("right"), scored_rows(monkeypatch), embedded(fast)
-    layout = head.PaddedLayout.from_mask(batch["attention_mask"], batch["labels"] != -100)
-    expected = stock(**batch, fused_lm_head=True)
-    found = fast(**batch, attention_mask_layout=layout, fused_lm_head=True)
+    batch, counts, shapes = with_layout(batch_of("right")), scored_rows(monkeypatch), embedded(fast)
+    expected, found = (model(**batch, fused_lm_head=True) for model in (stock, fast))
     assert found.keys() == expected.keys() and counts == [] and shapes == [(1, 20)]
     for name in expected.keys() - {"is_top1", "label_mask"}:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("names", ["temperature, outputs", "temperature, cast_lm_head_to_fp32, outputs, top_k"])
+def test_a_forward_of_trls_that_is_not_understood_answers_itself(names: str) -> None:
+    """Its closure, which says what it was asked, is no interface: another release may have another one."""
+    fast = tiny_model()
+    fastlm.patch(fast)
+    make = f"lambda {names}: lambda self, *args, fused_lm_head=False, **kwargs: (fused_lm_head, args, {names})"
+    told = (0.7, False, ("log_probs",), 9)[: names.count(",") + 1]
+    fast.forward = MethodType(eval(make)(*told), fast)
+    rebind_head(fast)
+    assert is_ours(fast.forward) and fast(3, fused_lm_head=True, labels=None) == (True, (3,), *told)
 
 
 def test_a_second_trainer_asks_anew() -> None:
@@ -91,14 +103,29 @@ def test_a_second_trainer_asks_anew() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
-def test_logits_are_those_of_real_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock, fast = pair()
-    batch, counts = batch_of("both"), scored_rows(monkeypatch)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_logits_that_are_read_are_stocks_at_padding_too(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, fast = pair(family)
+    batch, counts, shapes = with_layout(batch_of("both")), scored_rows(monkeypatch), embedded(fast)
     expected, found = stock(**batch), fast(**batch)
-    real = batch["attention_mask"].bool()
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
-    assert found.logits.shape == expected.logits.shape and counts == [int((batch["labels"] != -100).sum())]
-    torch.testing.assert_close(found.logits[real], expected.logits[real], rtol=1e-4, atol=1e-5)
+    assert counts == [int((batch["labels"] != -100).sum())] and shapes == [(1, counts[0] + 3)]
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    assert list(found) == ["loss", "logits"]
+    for output in (expected, found):
+        (output.loss + output.logits.square().mean()).backward()
+    for (name, ours), theirs in zip(fast.named_parameters(), stock.parameters(), strict=True):
+        assert theirs.grad is None or relative_error(ours.grad, theirs.grad) < 1e-5, name
+
+
+def test_logits_can_be_read_of_an_output_that_was_built_anew() -> None:
+    """As DDP does when it looks for unused parameters, which is the Trainer's default."""
+    stock, fast = pair()
+    ids = batch_of("right")["input_ids"]
+    expected, found = stock(ids, labels=ids).logits, fast(ids, labels=ids)
+    anew = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, found)
+    assert type(anew) is type(found) and anew.loss is not found.loss
+    torch.testing.assert_close(anew["logits"], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("fused_head", [False, True])
@@ -112,12 +139,14 @@ def test_a_padded_batch_without_targets_is_a_finite_zero(fused_head: bool) -> No
     assert all((p.grad == 0).all() for p in fast.parameters() if p.requires_grad)
 
 
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("fused_head", [False, True])
-def test_targets_that_need_the_padding_are_stocks(fused_head: bool) -> None:
-    """Labels at padding, and a first token that padding predicts: stock counts both."""
+def test_targets_that_need_the_padding_are_stocks(fused_head: bool, known: bool) -> None:
+    """Labels at padding, and a first token that padding predicts: stock counts both. Also where they are new."""
     stock, fast = heads()
     for side in RUNS:
         batch, shapes = batch_of(side), embedded(fast)
+        batch = with_layout(batch) if known else batch
         batch["labels"] = batch["input_ids"]
         extra = {"fused_lm_head": True} if fused_head else {}
         expected, found = (model(**batch, **extra).loss for model in (stock, fast))

@@ -94,6 +94,8 @@ def test_flatten_and_restore() -> None:
     flat = layout.flatten(values).requires_grad_()
     restored = layout.restore(flat)
     assert torch.equal(restored, values * layout.real[..., None])
+    meta = layout.restore(flat.to("meta"))  # where a model's last layer is on another device
+    assert meta.is_meta and layout.missed(torch.zeros(3, S, dtype=torch.int64, device="meta")).is_meta
     weight = torch.randn_like(restored)
     (restored * weight).sum().backward()
     assert torch.equal(flat.grad, layout.flatten(weight))
@@ -116,8 +118,22 @@ def test_a_layout_travels_and_rows_of_its_mask_know_theirs() -> None:
     assert found(mask[0:], batch["input_ids"]) is whole
     assert found(mask[:, 1:], batch["input_ids"][:, 1:]) is None and found(mask.t(), batch["input_ids"].t()) is None
     assert found(mask[::2], batch["input_ids"][::2]) is None and found(mask.clone(), batch["input_ids"]) is None
-    mask[0, 1] = 0
-    assert found(mask, batch["input_ids"]) is None  # it is another mask now
+    assert found(mask, batch["input_ids"]) is not None
+    mask[0, 1] = 0  # it is another mask now
+    assert found(mask, batch["input_ids"]) is None
+
+
+def test_a_copy_of_a_mask_that_was_changed_has_no_layout() -> None:
+    """A copy keeps the attributes of its tensor, and counts its changes anew: it may have as many as were noted."""
+    _, fast = pair()
+    batch = batch_of("right")
+    mask = torch.zeros(3, S, dtype=torch.int64).index_copy(0, torch.arange(3), batch["attention_mask"])
+    for _ in range(copy.deepcopy(mask)._version):
+        mask.add_(0)
+    with_layout({**batch, "attention_mask": mask})
+    mask[0, 8] = 0
+    part = {"attention_mask": copy.deepcopy(mask)}
+    assert call_layout(fast.get_base_model().base_model, (batch["input_ids"],), part) is None
 
 
 @pytest.mark.parametrize("side", RUNS)
@@ -176,8 +192,11 @@ def test_evaluation_stays_padded_where_logits_are_read() -> None:
     assert fast.eval()(**batch).past_key_values is not None
     found, expected = (model.eval()(**batch, use_cache=False).logits for model in (fast, stock))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)  # at padding too
+    ids, mask, _ = batch.values()
+    found = fast.get_base_model()(ids, mask, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     fast(**batch, use_cache=False, fused_lm_head=True)
-    assert shapes == [(3, S), (3, S), (1, 20)]
+    assert shapes == [(3, S), (3, S), (3, S), (1, 20)]
 
 
 @pytest.mark.parametrize("limit", [S - 1, S])

@@ -162,6 +162,16 @@ def test_checkpointing_changes_no_gradient(reentrant, layout):
     assert all(torch.equal(recomputed[n], gradients[n]) for n in gradients)
 
 
+def test_patching_again_leaves_what_was_bound_around_the_head():
+    """accelerate's autocast, say: ours over it would run without."""
+    model = tiny_model("llama")
+    first = fastlm.patch(model)
+    inner = model.forward
+    model.forward = outer = lambda *args, **kwargs: inner(*args, **kwargs)
+    assert fastlm.patch(model).fused == first.fused
+    assert model.forward is outer
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_generation_with_left_padding_equals_stock(family):
     stock = tiny_model(family).eval()
