@@ -95,7 +95,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 def _model(given: argparse.Namespace, stock: bool) -> Any:
     """The same weights every time, adapters too, layers recomputed."""
-    facts = dict(arch=given.arch, full=False, qlora=False, recompute=True, stock=stock)
+    facts = dict(arch=given.arch, full=False, qlora=False, recompute="recompute", stock=stock)
     model = step.build(argparse.Namespace(**facts))
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():

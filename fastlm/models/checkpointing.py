@@ -3,21 +3,25 @@ with Sublinear Memory Cost"), in place of torch's checkpoint: a gated MLP with a
 quarter of a Llama-3-8B layer's multiplications, out of the second run, because nothing reads it.
 
 transformers decides when (``gradient_checkpointing_enable``, the Trainer's flag) and calls a function kept on each
-layer; ``choose`` puts ours there before each forward. A layer that is not ours, or a user's own function, stays as it
-is. Gradients are bit-identical to those without recomputation.
+layer; ``choose`` puts ours there before each forward. A user's own function stays as it is, and torch's still runs a
+layer that is not ours, that has a hook, or whose mask takes a gradient. Gradients are bit-identical to those without
+recomputation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .adapters import global_hooks
 
 __all__ = ["CALL_CHECKPOINTS", "choose", "recompute"]
 
@@ -31,31 +35,61 @@ def choose(layers: Iterable[nn.Module]) -> None:
         current: Any = layer.__dict__.get("_gradient_checkpointing_func")
         plain = getattr(current, "func", None) is checkpoint and current.keywords.keys() <= {"use_reentrant"}
         if plain and "_fastlm" in layer.__dict__:
-            layer._gradient_checkpointing_func = recompute  # type: ignore[assignment]
+            layer._gradient_checkpointing_func = functools.partial(recompute, current)  # type: ignore[assignment]
 
 
-def recompute(run: Callable[..., Tensor], hidden: Tensor) -> Tensor:
+def recompute(stock: Callable[..., Tensor], run: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """``run(hidden)``, of which only hidden [B, T, hidden] is kept.
 
     run: a ``functools.partial`` over a bound method of the layer, or over a function whose first argument it is.
+    stock: torch's checkpoint as transformers calls it; it runs what our function would lose a gradient of.
     """
-    partial: Any = run
-    layer: nn.Module = getattr(partial.func, "__self__", None) or partial.args[0]
-    known = "_fastlm" in layer.__dict__ and not type(layer).__name__.startswith("FSDP")
-    if torch.compiler.is_compiling() or not known:  # torch.compile and FSDP know torch's own
-        return checkpoint(run, hidden, use_reentrant=False)
-    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    return _Recompute.apply(run, layer, hidden, *trained)
+    trained = None if torch.compiler.is_compiling() or len(args) != 1 or kwargs else _trained(run)
+    if trained is None:
+        return stock(run, *args, **kwargs)
+    return _Recompute.apply(run, *args, *trained)
+
+
+def _trained(run: Any) -> list[nn.Parameter] | None:
+    """The layer's trained parameters; None where they and hidden are not all that takes a gradient, or may not be.
+
+    A hook sees what is inside, in the first run without its graph; FSDP's parameters are not those of the layer.
+    """
+    layer = _layer(run)
+    if "_fastlm" not in layer.__dict__ or "_is_fsdp_managed_module" in layer.__dict__ or global_hooks():
+        return None
+    if any(tensor.requires_grad for tensor in _shared(run)):
+        return None
+    trained: dict[nn.Parameter, None] = {}
+    modules = [layer]
+    while modules:  # a third faster than named_parameters, which every call would wait for
+        module = modules.pop()
+        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return None
+        modules.extend(child for child in module._modules.values() if child is not None)
+        trained.update((p, None) for p in module._parameters.values() if p is not None and p.requires_grad)
+    return list(trained)
+
+
+def _layer(run: Any) -> nn.Module:
+    return getattr(run.func, "__self__", None) or run.args[0]
+
+
+def _shared(run: Any) -> Iterator[Tensor]:
+    """The tensors that layers get besides hidden: the mask, cos and sin."""
+    for value in run.keywords.values():
+        yield from (t for t in (value if isinstance(value, tuple) else (value,)) if isinstance(t, Tensor))
 
 
 class _Recompute(torch.autograd.Function):
     """See ``recompute``. Every trained parameter of the layer is an input, so that each gradient is given once."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Tensor], layer: Any, hidden: Tensor, *trained: Tensor) -> Tensor:
+    def forward(ctx: Any, run: Callable[..., Tensor], hidden: Tensor, *trained: Tensor) -> Tensor:
         kind = hidden.device.type
         ctx.autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
-        ctx.run, ctx.layer, ctx.trained, ctx.random = run, layer, trained, _random_state(hidden.device)
+        ctx.run, ctx.trained, ctx.patch = run, trained, _layer(run)._fastlm
+        ctx.random = (torch.get_rng_state(), *get_device_states(hidden))
         ctx.save_for_backward(hidden)
         return run(hidden)
 
@@ -63,14 +97,16 @@ class _Recompute(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         (hidden,) = ctx.saved_tensors
-        hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[2])
-        patch, device = ctx.layer._fastlm, hidden.device
-        count = _Kept(hidden) if patch.kept == 0 else nullcontext()
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), count:
-            _set_random_state(device, ctx.random)
+        hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[1])
+        patch, kind = ctx.patch, hidden.device.type
+        state, devices, device_states = ctx.random
+        count = _Kept(ctx.run, hidden) if patch.kept == 0 else nullcontext()
+        with torch.random.fork_rng(devices, device_type=kind), count:
+            torch.set_rng_state(state)
+            set_device_states(devices, device_states, device_type=kind)
             patch.recomputing = True
             try:
-                with torch.enable_grad(), torch.autocast(device.type, **ctx.autocast):
+                with torch.enable_grad(), torch.autocast(kind, **ctx.autocast):
                     out = ctx.run(hidden)
             finally:
                 patch.recomputing = False
@@ -78,32 +114,22 @@ class _Recompute(torch.autograd.Function):
             patch.kept = count.bytes
         wanted = [hidden, *ctx.trained] if hidden.requires_grad else ctx.trained
         gradients = torch.autograd.grad(out, wanted, dout, allow_unused=True)
-        return None, None, *(() if hidden.requires_grad else (None,)), *gradients
+        return None, *(() if hidden.requires_grad else (None,)), *gradients
 
 
 class _Kept(torch.autograd.graph.saved_tensors_hooks):
-    """Counts ``bytes``, the memory of what a layer saves for backward, its input and parameters aside."""
+    """Counts ``bytes``, the memory of what only this layer saves for backward: not its input, weights or mask."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, run: Any, hidden: Tensor) -> None:
         self.bytes = 0
-        seen = {hidden.untyped_storage().data_ptr()}
+        layer = _layer(run)
+        seen = {t.untyped_storage().data_ptr() for t in (hidden, *_shared(run), *layer.parameters(), *layer.buffers())}
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen and not (tensor.is_leaf and tensor.requires_grad):
+            if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 self.bytes += storage.nbytes()
             return tensor
 
         super().__init__(pack, lambda tensor: tensor)
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    on_gpu = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [torch.get_rng_state(), *on_gpu]
-
-
-def _set_random_state(device: torch.device, state: list[Tensor]) -> None:
-    torch.set_rng_state(state[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1], device)

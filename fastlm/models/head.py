@@ -74,6 +74,11 @@ def head_forward_for(model_class: type) -> Any:
         if layer_patch(self) is None:
             extra = {"fused_lm_head": True} if fused_lm_head else {}  # not ours to answer: let it be refused
             return type(self).forward(self, *args, **extra, **kwargs)
+        if kwargs.pop("weights", None) is not None:
+            raise ValueError(
+                "the batch has 'weights' of its tokens' losses, and this call would not apply them: leave the loss to "
+                "SFTTrainer, use padding-free batches, or take them out of the batch and weight the loss yourself"
+            )
         if fused_lm_head:
             return _trl_output(self, *args, **kwargs)
         trains = self.training and torch.is_grad_enabled()

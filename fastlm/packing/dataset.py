@@ -75,7 +75,7 @@ def pack_dataset(
 
     Raises:
         ValueError: a sample without tokens or with more than ``max_length``, columns that do not fit
-            together, a data set that is packed already, or one with padding.
+            together, a missing value, a data set that is packed already, or one with padding.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -100,7 +100,10 @@ def pack_dataset(
         if not np.array_equal(_list_lengths(column), lengths):
             worst = int(np.argmax(_list_lengths(column) != lengths))
             raise ValueError(f"sample {worst}: {name} and input_ids have different lengths")
-        columns[name] = _lists(pa.array(_gathered(_flat(column), lengths, packed.indices)), token_offsets)
+        values = _flat(column)
+        if values.null_count:
+            raise ValueError(f"{values.null_count} tokens have no value in {name!r}: give all of them one")
+        columns[name] = _lists(pa.array(_gathered(values, lengths, packed.indices)), token_offsets)
     columns.setdefault("labels", columns["input_ids"])
     columns["seq_lengths"] = _lists(pa.array(lengths[packed.indices]), packed.row_offsets)
     # without a fingerprint datasets would hash every token: 1.1 s of 1.7 for 100,000 samples

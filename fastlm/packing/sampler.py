@@ -171,7 +171,7 @@ def _step_count(tokens: np.ndarray, tokens_per_step: int, bins: int) -> int:
         )
     steps = math.ceil(int(tokens.sum()) / tokens_per_step)
     while (dealt := _deal_falling(falling, steps))[1].max() > tokens_per_step:
-        steps += max(1, steps // 256)
+        steps = min(steps + max(1, steps // 256), len(tokens))  # one sample a step is always within the budget
     fewest = int(np.bincount(dealt[0]).min())
     if fewest < bins:
         raise ValueError(

@@ -68,6 +68,8 @@ def pack_stream(
 def _as_arrays(sample: dict[str, Any]) -> dict[str, np.ndarray]:
     if not np.all(sample.get("attention_mask", 1)):
         raise ValueError("attention_mask has zeros: tokenise without padding before packing")
+    if missing := [name for name in PER_TOKEN if sample.get(name, ()) is None]:
+        raise ValueError(f"a sample has no value at all in {missing[0]!r}: drop it before packing")
     arrays = {
         name: np.asarray(sample[name], np.float32 if name == "weights" else np.int64)
         for name in PER_TOKEN

@@ -21,19 +21,16 @@ def format_rows(dataset: Any, formatting_func: Callable[..., Any], text_field: s
     result = _attempt(formatting_func, first[0])
     if isinstance(result, str):
         return None
+    given = {"function": formatting_func, "text_field": text_field}
     columns = list(first[0])
     if _takes_batches(formatting_func, first):
-        return dataset.map(_batch, batched=True, remove_columns=columns, fn_kwargs=_named(formatting_func, text_field))
+        return dataset.map(_batch, batched=True, remove_columns=columns, fn_kwargs=given)
     if not _is_strings(result):
         raise ValueError(
             "formatting_func must return a string, or a list of strings, for an example; "
-            f"for the first one it returned {result!r:.200}"
-        )
-    return dataset.map(_rows, batched=True, remove_columns=columns, fn_kwargs=_named(formatting_func, text_field))
-
-
-def _named(function: Callable[..., Any], text_field: str) -> dict[str, Any]:
-    return {"function": function, "text_field": text_field}
+            f"for the first one it {'raised' if isinstance(result, Exception) else 'returned'} {result!r:.200}"
+        ) from (result if isinstance(result, Exception) else None)
+    return dataset.map(_rows, batched=True, remove_columns=columns, fn_kwargs=given)
 
 
 def _batch(batch: Mapping[str, list[Any]], function: Callable[..., Any], text_field: str) -> dict[str, list[str]]:

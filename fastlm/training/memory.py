@@ -8,21 +8,24 @@ gradients. Should a batch not fit after all, its step is done again with the lay
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..models.patch import patched_core
+from ..packing.dataset import EVEN_AT, lengths_of
 from .step import State, state_of
 
 __all__ = ["Activations", "training_step"]
 
 _MARGIN = 1.05  # fragmentation, and what the counts leave out
 _RESERVE = 2**29  # bytes: libraries' workspaces
-_LONGER = 1.5  # how many times the tokens of the first batch a later one is taken to have, at most
+_LONGER = 1.5  # times the tokens of the first batch: what a later one is taken to have, where it could be done again
 
 
 @dataclass
@@ -31,12 +34,13 @@ class Activations:
 
     policy: "first" until a step has been taken, then "keep" or "recompute" for good.
     tokens: of the batch that was measured.
-    largest: an upper bound for a batch's tokens, or None.
+    before: bytes allocated before the first step. peak: at the worst moment of its forwards and backwards.
     """
 
-    largest: int | None = None
     policy: str = "first"
     tokens: int = 0
+    before: int = 0
+    peak: int = 0
     trained: list[Tensor] = field(default_factory=list, repr=False)  # walking the modules takes 3 ms
 
 
@@ -49,13 +53,18 @@ class _Gauge:
     free: int
 
 
-def _gauge(device: torch.device) -> _Gauge | None:
-    """None where memory is not counted: on a CPU."""
+def _gauge(trainer: Any, begin: bool = False) -> _Gauge | None:
+    """None where memory is not counted: on a CPU. begin: forget the worst moment so far."""
+    device = next(trainer.model.parameters()).device
     if device.type != "cuda":
         return None
+    if begin:
+        torch.cuda.reset_peak_memory_stats(device)
     allocated = torch.cuda.memory_allocated(device)
-    unused = torch.cuda.memory_reserved(device) - allocated
-    return _Gauge(allocated, torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)[0] + unused)
+    free, total = torch.cuda.mem_get_info(device)
+    limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    free = min(free + torch.cuda.memory_reserved(device) - allocated, limit - allocated)
+    return _Gauge(allocated, torch.cuda.max_memory_allocated(device), free)
 
 
 def training_step(
@@ -64,52 +73,62 @@ def training_step(
     """SFTTrainer.training_step: forward and backward of one micro-batch under the policy that fits."""
     state = state_of(trainer)
     activations = None if state is None else state.activations
-    if state is None or activations is None or activations.policy == "recompute":
+    if state is None or activations is None or activations.policy == "recompute" or not (layers := _layers(trainer)):
         return original(trainer, model, inputs, *args, **kwargs)
     if activations.policy == "first":
         if trainer.state.global_step == 0 or not activations.tokens:
-            _count_kept(trainer, activations, inputs)
-            return original(trainer, model, inputs, *args, **kwargs)
-        _choose(trainer, state, activations)
-    elif _layers(trainer)[0].gradient_checkpointing:  # train() was called again
-        _set_recompute(trainer, False)
-    if activations.policy == "recompute" or trainer.accelerator.num_processes > 1:
+            _begin_to_count(trainer, layers, activations, inputs)
+            loss = original(trainer, model, inputs, *args, **kwargs)
+            if (gauge := _gauge(trainer)) is not None:
+                activations.peak = gauge.peak
+            return loss
+        _choose(trainer, layers, state, activations)
+    elif layers[0].gradient_checkpointing:  # train() was called again
+        _set_recompute(layers, False)
+    if activations.policy == "recompute" or not _alone(trainer):
         return original(trainer, model, inputs, *args, **kwargs)
-    return _again_if_too_large(original, trainer, state, activations, model, inputs, *args, **kwargs)
+    return _again_if_too_large(original, trainer, layers, state, activations, model, inputs, *args, **kwargs)
 
 
 def _layers(trainer: Any) -> list[Any]:
+    """The decoder layers; none where the model is not patched (any more) or is none of the known families."""
     core: Any = patched_core(trainer.model)
-    return list(core.base_model.layers)
+    layers = list(getattr(core.base_model, "layers", ())) if core is not None else []
+    return layers if all(hasattr(layer, "gradient_checkpointing") for layer in layers) else []
 
 
-def _set_recompute(trainer: Any, on: bool) -> None:
-    for layer in _layers(trainer):
+def _alone(trainer: Any) -> bool:
+    """Whether this process can do a step again by itself: not with others, nor where DeepSpeed holds gradients."""
+    return bool(trainer.accelerator.distributed_type == "NO")
+
+
+def _set_recompute(layers: list[Any], on: bool) -> None:
+    for layer in layers:
         layer.gradient_checkpointing = on
 
 
-def _count_kept(trainer: Any, activations: Activations, inputs: dict[str, Any]) -> None:
+def _begin_to_count(trainer: Any, layers: list[Any], activations: Activations, inputs: dict[str, Any]) -> None:
     if activations.tokens:
         return
-    activations.tokens = inputs["input_ids"].numel()
-    for layer in _layers(trainer):
+    padded = inputs.get("attention_mask")
+    activations.tokens = int(padded.sum()) if padded is not None else inputs["input_ids"].numel()
+    if (gauge := _gauge(trainer, begin=True)) is not None:  # loading or an earlier run may have taken more
+        activations.before = gauge.allocated
+    for layer in layers:
         if "_fastlm" in layer.__dict__:
             layer._fastlm.kept = 0
 
 
-def _choose(trainer: Any, state: State, activations: Activations) -> None:
+def _choose(trainer: Any, layers: list[Any], state: State, activations: Activations) -> None:
     """Set the policy for the rest of the run, the same on every rank."""
-    layers = _layers(trainer)
     activations.trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     kept = [layer._fastlm.kept or 0 if "_fastlm" in layer.__dict__ else 0 for layer in layers]
-    gauge = _gauge(next(trainer.model.parameters()).device)
-    fits, needed = False, 0
+    gauge, fits, needed = _gauge(trainer), False, 0
     if gauge is not None and all(kept):
-        longer = max(1.0, (activations.largest or 0) / activations.tokens)
-        if trainer.accelerator.num_processes == 1:
-            longer = min(longer, _LONGER)  # a batch that does not fit can be done again
+        longer = _largest_batch(trainer, state, activations.tokens) / activations.tokens
+        longer = max(1.0, min(longer, _LONGER) if _alone(trainer) else longer)
         # one layer's are part of the peak already: it was recomputed there
-        needed = int(longer * _MARGIN * (gauge.peak - gauge.allocated + sum(kept) - max(kept))) + _RESERVE
+        needed = int(longer * _MARGIN * (activations.peak - activations.before + sum(kept) - max(kept))) + _RESERVE
         if trainer.args.gradient_accumulation_steps > 1:
             needed += sum(parameter.nbytes for parameter in activations.trained)  # set aside during a micro-step
         fits = needed < gauge.free
@@ -117,7 +136,8 @@ def _choose(trainer: Any, state: State, activations: Activations) -> None:
         votes = torch.tensor([int(fits)], device=trainer.accelerator.device)
         fits = bool(trainer.accelerator.gather(votes).all())
     activations.policy = "keep" if fits else "recompute"
-    _set_recompute(trainer, not fits)
+    if fits:
+        _set_recompute(layers, False)
     if gauge is not None and needed:
         verb = "kept" if fits else "recomputed"
         state.voice.say(
@@ -126,41 +146,72 @@ def _choose(trainer: Any, state: State, activations: Activations) -> None:
         )
 
 
-def _again_if_too_large(
-    original: Callable[..., Tensor], trainer: Any, state: State, activations: Activations, model: Any,
-    inputs: dict[str, Any], *args: Any, **kwargs: Any,
-) -> Tensor:  # fmt: skip
-    """The micro-step, with activations kept; if the GPU's memory does not do, once more with layers recomputed.
+def _largest_batch(trainer: Any, state: State, measured: int) -> float:
+    """Tokens that a micro-batch of this run may have, at most; of a stream max_length tells, if there is one."""
+    from datasets import Dataset
 
-    Earlier micro-batches' gradients are set aside and added on success, so that none is lost or added twice.
-    """
-    trained = activations.trained
-    earlier = [parameter.grad for parameter in trained]
-    for parameter in trained:
-        parameter.grad = None
-    noted = {mode: list(rows) for mode, rows in state.pending.items()}
-    device = trained[0].device
+    dataset, size = trainer.train_dataset, trainer._train_batch_size
+    if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
+        return max(measured, (trainer.args.max_length or 0) * size)
+    rising = np.sort(lengths_of(dataset))
+    budget = getattr(trainer.args, "tokens_per_step", None)
+    if budget is not None:  # dealt into micro-batches of equal work (work_of), to within a row
+        share = budget / (trainer.args.gradient_accumulation_steps * trainer.args.world_size) + rising[-1]
+        return float(min(budget, share * (1 + rising[-1] / EVEN_AT)))
+    return float(rising[-size:].sum() if state.padding_free else size * rising[-1])
+
+
+def _again_if_too_large(
+    original: Callable[..., Tensor], trainer: Any, layers: list[Any], state: State, activations: Activations,
+    model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """The micro-step, with activations kept; if the GPU's memory does not do, once more with layers recomputed."""
+    device = activations.trained[0].device
     random = (torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
-    try:
-        loss = original(trainer, model, dict(inputs), *args, **kwargs)
-    except torch.OutOfMemoryError:
-        failed = True
-    else:
-        failed = False
-    if failed:  # outside the handler, whose traceback would hold on to the activations
-        for parameter in trained:
-            parameter.grad = None
-        state.pending.update(noted)
+    pending = {mode: list(rows) for mode, rows in state.pending.items()}
+    metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}  # of a loss not ours
+    seen = trainer._total_train_tokens
+    with _earlier_gradients(activations.trained):
+        try:
+            return original(trainer, model, dict(inputs), *args, **kwargs)
+        except torch.OutOfMemoryError:
+            pass
+        # outside the handler, whose traceback would hold on to the activations
+        _clear(activations.trained)
+        state.pending.update(pending)
+        trainer._metrics["train"].clear()
+        trainer._metrics["train"].update(metrics)
+        trainer._total_train_tokens = seen
         torch.set_rng_state(random[0])
         if random[1] is not None:
             torch.cuda.set_rng_state(random[1], device)
             torch.cuda.empty_cache()
         activations.policy = "recompute"
-        _set_recompute(trainer, True)
+        _set_recompute(layers, True)
         tokens = inputs["input_ids"].numel()
         state.voice.say(f"keeping activations was too much for a batch of {tokens} tokens: from here on recomputed")
-        loss = original(trainer, model, inputs, *args, **kwargs)
-    for parameter, gradient in zip(trained, earlier, strict=True):
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-    return loss
+        return original(trainer, model, inputs, *args, **kwargs)
+
+
+@contextmanager
+def _earlier_gradients(trained: list[Tensor]) -> Iterator[None]:
+    """Sets earlier micro-batches' gradients aside; then adds the new ones, or drops those of a backward that failed."""
+    earlier = [(parameter, parameter.grad) for parameter in trained if parameter.grad is not None]
+    _clear(trained)
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if not done:
+            _clear(trained)
+        both = [(gradient, parameter.grad) for parameter, gradient in earlier if parameter.grad is not None]
+        if both:
+            torch._foreach_add_(*map(list, zip(*both, strict=True)))  # a launch for many
+        for parameter, gradient in earlier:
+            parameter.grad = gradient
+
+
+def _clear(trained: list[Tensor]) -> None:
+    for parameter in trained:
+        parameter.grad = None

@@ -57,6 +57,8 @@ def prepare_dataset(
         formatted = format_rows(dataset, formatting_func, config.dataset_text_field)
         if formatted is not None:
             dataset, formatting_func = formatted, None
+    if not isinstance(dataset, Dataset):
+        dataset = dataset.with_format(None)  # rows of lists, not of tensors
     untouched = copy.copy(config)
     untouched.max_length, untouched.shuffle_dataset = None, False
     dataset = original(trainer, dataset, processing_class, untouched, False, formatting_func, name)

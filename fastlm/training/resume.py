@@ -31,7 +31,8 @@ __all__ = [
 ]
 
 _RECORD = "fastlm_state.json"
-_STAGING = ".checkpoint.partial"  # not checkpoint-*: neither resuming nor rotation looks at it
+# not checkpoint-*: neither resuming nor rotation looks at it; _*: pushing the run's folder leaves it out
+_STAGING = "_checkpoint.partial"
 _NAMES = "_fastlm_trainable"  # on a trainer whose model is fastlm's, from the start of training
 
 
@@ -132,6 +133,10 @@ def _move(staging: Path, target: Path) -> None:
     except FileNotFoundError:
         return  # another node that shares this disk was first
     if target.exists():
+        if not (target / "trainer_state.json").exists():  # no checkpoint: what a subclass has put there already
+            for entry in target.iterdir():
+                if not (whole / entry.name).exists():
+                    entry.rename(whole / entry.name)
         target.rename(staging / "replaced")
     whole.rename(target)
     shutil.rmtree(staging, ignore_errors=True)
@@ -159,12 +164,13 @@ def _what_to_remember(trainer: Any) -> dict[str, Any]:
 
 def keep_dtypes(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Trainer._load_from_checkpoint and _load_best_model. PEFT loads half-precision adapters as float32: they stay."""
+    if _NAMES not in trainer.__dict__:
+        return original(trainer, *args, **kwargs)
     held = {name: parameter.dtype for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
     original(trainer, *args, **kwargs)
-    if _NAMES in trainer.__dict__:
-        for name, parameter in trainer.model.named_parameters():
-            if name in held and parameter.dtype != held[name]:
-                parameter.data = parameter.data.to(held[name])
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.dtype != held.get(name, parameter.dtype):
+            parameter.data = parameter.data.to(held[name])
 
 
 def init_training_state(original: Callable[..., Any], trainer: Any, *args: Any) -> tuple[int, int]:
@@ -198,12 +204,18 @@ def get_batch_samples(
 ) -> tuple[list[Any], Any]:
     """Trainer.get_batch_samples. Batches at a stream's end that fill no step are left out of it.
 
-    transformers would add their gradient, a mean of its own, to that of the next pass's first step.
+    transformers would add their gradient, a mean of its own, to that of the next pass's first step. ValueError if
+    the whole stream fills none.
     """
     batches, count = original(trainer, epoch_iterator, num_batches, *args)
     state = state_of(trainer)
     if state is None or not 0 < len(batches) < num_batches or not _streams(trainer):
         return batches, count
+    if trainer.state.global_step == 0:
+        raise ValueError(
+            f"the training stream holds {len(batches)} batches, and gradient_accumulation_steps={num_batches} of them "
+            "make a step: lower gradient_accumulation_steps or per_device_train_batch_size"
+        )
     state.voice.say(
         f"the stream ends {num_batches - len(batches)} batches short of gradient_accumulation_steps: the last "
         f"{len(batches)} of each pass are left out"

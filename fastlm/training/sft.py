@@ -65,8 +65,8 @@ def install() -> None:
         ("_prepare_dataset", _prepare_dataset),
         ("_get_dataloader", _get_dataloader),
         ("_get_train_sampler", _get_train_sampler),
-        ("get_eval_dataloader", _get_eval_dataloader),
-        ("get_test_dataloader", _get_test_dataloader),
+        ("get_eval_dataloader", functools.partial(_logits_dataloader, "eval")),
+        ("get_test_dataloader", functools.partial(_logits_dataloader, "test")),
     ):
         _replace(SFTTrainer, name, functools.partial(_method, function=function))
 
@@ -108,7 +108,7 @@ def _sft_init(original: Callable[..., None], trainer: Any, *args: Any, **kwargs:
     core: Any = patched_core(model)
     config, given, bf16_refused = _settle_names(call.get("args"), old, core)
     vocabulary = getattr(core.config.get_text_config(), "vocab_size", None)
-    state = State(Voice(speaks=config.process_index == 0), vocabulary)
+    state = State(Voice(speaks=config.process_index == 0), vocabulary=vocabulary)
     trainer.__dict__["_fastlm"] = state
     _settle_max_length(config, core, given, state)
     settle_precision(
@@ -255,21 +255,25 @@ def _decide_padding_free(config: Any, given: frozenset[str], obstacle: str | Non
 def _finish(trainer: Any, state: State, collator: Any) -> None:
     """What TRL's constructor left, made ours: the collator, the head outermost, the summary."""
     trainer.args.padding_free = trainer.padding_free = state.padding_free
+    state.model = trainer.model
+    columns = getattr(trainer.train_dataset, "column_names", None) or ()
     if state.padding_free:
         packs = trainer.args.packing if trainer.args.eval_packing is None else trainer.args.eval_packing
         packs = packs and trainer.args.packing_strategy != "wrapped"
-        state.padded_collator = copy.copy(trainer.data_collator)
-        state.padded_collator.padding_free = packs  # packed rows of evaluation stay flattened, as in TRL
+        by_row = step.WeightedCollator(copy.copy(trainer.data_collator))
+        by_row.inner.padding_free = packs  # packed rows of evaluation stay flattened, as in TRL
         trainer.data_collator = PaddingFreeCollator() if collator is None else collator
-        state.padded_collator = step.WeightedCollator(state.padded_collator)
+        state.padded_collators["test"] = by_row  # predict returns logits
         if trainer.compute_metrics is not None or trainer.preprocess_logits_for_metrics is not None:
-            state.pad_evaluation = True
+            state.padded_collators["eval"] = by_row
             if not packs:
                 state.voice.say("evaluation is padded: its metrics read logits row by row")
         _keep_columns(trainer)
     elif not _is_the_users(collator) and hasattr(trainer.data_collator, "padding_free"):  # TRL's, of text
         trainer.data_collator = step.WeightedCollator(trainer.data_collator)
         _keep_columns(trainer)
+    elif trainer.args.remove_unused_columns and "weights" in columns:
+        state.voice.say("the column 'weights' is not used: your data collator gets it with remove_unused_columns=False")
     if not trainer.aux_loss_enabled:  # the experts' auxiliary loss is computed by TRL's head
         rebind_head(trainer.model)
         state.own_head = report(trainer.model).fused.get("head", 0) > 0
@@ -376,22 +380,11 @@ def _get_dataloader(original: Callable[..., Any], trainer: Any, *args: Any, **kw
     return loader
 
 
-def _get_eval_dataloader(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+def _logits_dataloader(which: str, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     state = state_of(trainer)
-    swap = state is not None and state.pad_evaluation
-    return _with_padded_collator(original, trainer, swap, *args, **kwargs)
-
-
-def _get_test_dataloader(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    state = state_of(trainer)  # predict returns logits
-    swap = state is not None and state.padded_collator is not None
-    return _with_padded_collator(original, trainer, swap, *args, **kwargs)
-
-
-def _with_padded_collator(original: Callable[..., Any], trainer: Any, swap: bool, *args: Any, **kwargs: Any) -> Any:
-    if not swap:
+    if state is None or which not in state.padded_collators:
         return original(trainer, *args, **kwargs)
-    ours, trainer.data_collator = trainer.data_collator, state_of(trainer).padded_collator  # type: ignore[union-attr]
+    ours, trainer.data_collator = trainer.data_collator, state.padded_collators[which]
     try:
         return original(trainer, *args, **kwargs)
     finally:

@@ -53,11 +53,11 @@ class State:
     """What fastlm keeps on one trainer, as ``trainer._fastlm``. A trainer without it is left to TRL."""
 
     voice: Voice
+    model: Any = None  # the trainer's, before it is wrapped for several ranks
     vocabulary: int | None = None  # rows of the embedding table
     padding_free: bool = False
     own_head: bool = False  # whether our head answers fused_lm_head, label smoothing included
-    padded_collator: Any = None  # for evaluation that reads logits row by row, and for predict
-    pad_evaluation: bool = False
+    padded_collators: dict[str, Any] = field(default_factory=dict)  # "eval", "test": where logits are read row by row
     counts: dict[str, Counts] = field(default_factory=dict)
     # mode -> parts [n, 5]
     pending: dict[str, list[Tensor]] = field(default_factory=lambda: {"train": [], "eval": []})
@@ -81,13 +81,14 @@ def compute_loss(
     whatever their weight (halving all weights halves the loss), and the metrics are TRL's, unweighted.
 
     ``original`` computes what ours does not: a loss function of the user's, the auxiliary loss of experts,
-    sequence and context parallelism, and label smoothing where the model's head is not fastlm's. It knows no
-    weights: ValueError if there are some.
+    sequence and context parallelism, label smoothing where the model's head is not fastlm's, and a model that was
+    unpatched since. It knows no weights: ValueError if there are some.
     """
     state = state_of(trainer)
     if state is None:
         return original(trainer, model, inputs, return_outputs, num_items_in_batch)
-    if "boundaries" in inputs and not is_patched(trainer.model):
+    patched = is_patched(state.model)
+    if "boundaries" in inputs and not patched:
         raise ValueError(
             "this trainer's batches are padding-free, but fastlm.unpatch was called on its model since; "
             "build the trainer after unpatching"
@@ -95,7 +96,8 @@ def compute_loss(
     weights = inputs.pop("weights", None)  # [B, T], of a padded batch
     smooths = trainer.label_smoother is not None and trainer.args.loss_type == "nll"
     if (
-        trainer.compute_loss_func is not None
+        not patched
+        or trainer.compute_loss_func is not None
         or trainer.aux_loss_enabled
         or _shards_sequences(trainer)
         or (smooths and not state.own_head)
@@ -158,14 +160,15 @@ class WeightedCollator:
         batch: dict[str, Any] = self.inner(examples)
         given = [example.get("weights") for example in examples]
         if any(row is not None for row in given):
-            rows = [
-                torch.ones(len(example["input_ids"])) if row is None else torch.as_tensor(row, dtype=torch.float32)
-                for example, row in zip(examples, given, strict=True)
-            ]
+            rows = []
+            for i, (example, row) in enumerate(zip(examples, given, strict=True)):
+                tokens = len(example["input_ids"])
+                rows.append(torch.ones(tokens) if row is None else torch.as_tensor(row, dtype=torch.float32))
+                if len(rows[-1]) != tokens:
+                    raise ValueError(f"example {i}: weights has {len(rows[-1])} entries, but input_ids has {tokens}")
             batch["weights"] = torch.ones(batch["input_ids"].shape)
-            for place, row in zip(
-                batch["weights"], [torch.cat(rows)] if self.inner.padding_free else rows, strict=True
-            ):
+            rows = [torch.cat(rows)] if self.inner.padding_free else rows
+            for place, row in zip(batch["weights"], rows, strict=True):
                 place[: len(row)] = row
         return batch
 
@@ -225,10 +228,11 @@ def drain_metrics(trainer: Any, state: State) -> None:
 def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Trainer's, for evaluate and predict: its loss is the sum of token losses over the count of targets.
 
-    However the data are batched, packed or spread over ranks. Read once, at the end.
+    However the data are batched, packed or spread over ranks. Read once, at the end. A loss that a subclass makes of
+    ours is not known here, and stays what transformers makes of it: the mean over the batches.
     """
     state = state_of(trainer)
-    if state is None:
+    if state is None or any(_is_replaced(trainer, name) for name in ("compute_loss", "prediction_step")):
         return original(trainer, *args, **kwargs)
     drain_metrics(trainer, state)
     state.evaluated = [0.0, 0.0]
@@ -239,6 +243,13 @@ def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kw
     if count and name in output.metrics:
         output.metrics[name] = loss / count
     return output
+
+
+def _is_replaced(trainer: Any, name: str) -> bool:
+    """Whether the method is a subclass's, or was put on this trainer, and not SFTTrainer's."""
+    from trl import SFTTrainer
+
+    return getattr(getattr(trainer, name), "__func__", None) is not getattr(SFTTrainer, name)
 
 
 def floating_point_ops(original: Callable[..., Any], trainer: Any, inputs: dict[str, Any]) -> Any:

@@ -46,7 +46,7 @@ def _check_weights(table: Any, row_lengths: np.ndarray, name: str) -> None:
     import pyarrow.types as types
 
     kind = table.schema.field("weights").type
-    good = types.is_list(kind) or types.is_large_list(kind)
+    good = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     good = good and (types.is_floating(kind.value_type) or types.is_integer(kind.value_type))
     if good:
         lengths, values = lists_of(table, "weights")

@@ -1,10 +1,11 @@
 """The packing benchmark runs on a CPU, and its systems train on the same samples to the same losses."""
 
+import argparse
 import json
 
 import pytest
 
-from benchmarks import packing
+from benchmarks import packing, packing_training
 from benchmarks.packing_training import SYSTEMS
 from benchmarks.results.__main__ import markdown
 from benchmarks.timing import DEVICE
@@ -33,6 +34,13 @@ def test_host(capsys, tmp_path):
     plan = rows["fastlm lengths_of and pack, a process"]
     assert plan["samples"] == 30_000 and plan["fill"] > 0.99
     assert 0 < plan["imported_gib"] <= plan["peak_gib"] < 2
+
+
+def test_every_layer_is_recomputed_as_the_record_says():
+    """True would leave it to memory: fastlm would keep what the stock model computes again."""
+    model = packing_training._model(argparse.Namespace(arch="tiny"), stock=False)
+    assert model.get_base_model()._fastlm_checkpointing == "recompute"
+    assert all(layer.gradient_checkpointing for layer in model.get_base_model().model.layers)
 
 
 def test_training(capsys, tmp_path):

@@ -1,5 +1,8 @@
 """fastlm/models/checkpointing.py: recomputed layers keep their input alone, and no gradient changes by a bit."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import Tensor
@@ -151,3 +154,84 @@ def test_an_error_in_the_second_run_leaves_the_layer_as_it_was(monkeypatch):
     with pytest.raises(MemoryError, match="full"):
         loss.backward()
     assert not any(layer._fastlm.recomputing for layer in model.get_base_model().model.layers)
+
+
+def step(model, use, **inputs):
+    """Gradients of a loss that reads the logits and whatever use() gives after the forward."""
+    model.train()
+    model.zero_grad()
+    (model(**inputs, use_cache=False).logits.pow(2).mean() + use()).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("at", ["", ".mlp", ".self_attn.q_proj"])
+def test_what_a_hook_sees_takes_a_gradient_and_is_the_true_output(at):
+    """A loss on activations inside a layer; the second run without the down product must not show."""
+    results = []
+    for ours in (False, True):
+        model = tiny_model("llama")
+        if ours:
+            fastlm.patch(model)
+        enable(model)
+        seen = []
+        module = model.get_submodule(f"model.layers.0{at}")
+        module.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output))
+        gradients = step(model, lambda seen=seen: seen[0].pow(2).mean(), input_ids=torch.arange(3, 19)[None])
+        results.append((gradients, seen))
+    (expected, stock_seen), (gradients, seen) = results
+    assert gradients.keys() == expected.keys() and len(seen) == len(stock_seen)
+    assert all(torch.allclose(gradients[n], expected[n], rtol=1e-4, atol=1e-7) for n in expected)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(seen, stock_seen, strict=True))
+
+
+def test_a_mask_that_takes_a_gradient_gets_it():
+    gradients = []
+    for ours in (False, True):
+        model = tiny_model("llama", attention="eager")
+        if ours:
+            fastlm.patch(model)
+        enable(model)
+        mask = torch.full((1, 1, 6, 6), -1e9).triu(1).requires_grad_()
+        step(model, lambda: 0.0, input_ids=torch.arange(3, 9)[None], attention_mask=mask)
+        gradients.append(mask.grad)
+    assert torch.allclose(gradients[1], gradients[0], rtol=1e-4, atol=1e-9) and gradients[0].norm() > 0
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_layer_called_by_hand(named):
+    model = tiny_model("llama")
+    fastlm.patch(model)
+    enable(model)
+    model.train()
+    model(input_ids=torch.arange(3, 9)[None], use_cache=False)  # puts our function on the layers
+    hidden = torch.randn(1, 6, 64, requires_grad=True)
+    positions = model.model.rotary_emb(hidden, torch.arange(6)[None])
+    layer, gradients = model.model.layers[0], []
+    for checkpointed in (True, False):
+        layer.gradient_checkpointing = checkpointed
+        args = ((), {"hidden_states": hidden}) if named else ((hidden, None), {})
+        layer(*args[0], **args[1], position_embeddings=positions).pow(2).sum().backward()
+        gradients.append(hidden.grad)
+        hidden.grad = None
+    assert torch.equal(gradients[0], gradients[1])
+
+
+def test_layers_that_fsdp_manages_are_left_to_torch(runs):
+    model = tiny_model("llama")
+    fastlm.patch(model)
+    enable(model)
+    model.model.layers[1]._is_fsdp_managed_module = True  # its parameters are views of FSDP's while it runs
+    loss_and_gradients(model, LAYOUTS["flattened"](ROWS), COUNT)
+    assert len(runs) == 1
+
+
+def test_copies_and_pickles_recompute_too(runs):
+    model = tiny_model("llama")
+    fastlm.patch(model)
+    enable(model)
+    loss, gradients = loss_and_gradients(model, LAYOUTS["padded"](ROWS), COUNT)
+    again, copied = loss_and_gradients(copy.deepcopy(model), LAYOUTS["padded"](ROWS), COUNT)
+    assert again == loss and all(torch.equal(copied[n], gradients[n]) for n in gradients) and len(runs) == 4
+    layer = pickle.loads(pickle.dumps(model.model.layers[0]))
+    func = layer._gradient_checkpointing_func
+    assert func.func is checkpointing.recompute and func.args[0].keywords == {"use_reentrant": False}

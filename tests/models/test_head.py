@@ -159,3 +159,10 @@ def test_the_entropy_has_no_silent_gradient() -> None:
     output = fast(**batch_of("right"), fused_lm_head=True)
     with pytest.raises(RuntimeError, match="gives the entropy no gradient"):
         (output.loss - output.entropy.sum()).backward()
+
+
+def test_weights_that_would_be_lost_are_refused():
+    _, fast = pair()
+    ids = torch.randint(3, 200, (2, 7))
+    with pytest.raises(ValueError, match="'weights' of its tokens' losses"):
+        fast(ids, labels=ids, weights=torch.ones(2, 7))

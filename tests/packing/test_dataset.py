@@ -131,6 +131,7 @@ def test_an_attention_mask_of_ones_is_left_behind():
         (Dataset.from_dict({"input_ids": [[1], []]}), r"lengths\[1\] is 0"),
         (Dataset.from_dict({"input_ids": [[1], [2] * 5]}), r"lengths\[1\] is 5, which exceeds max_length 4"),
         (Dataset.from_dict({"input_ids": [[1], [2, 3]], "labels": [[1], [2]]}), "sample 1: labels"),
+        (Dataset.from_dict({"input_ids": [[1, 2]], "labels": [[None, 2]]}), "1 tokens have no value in 'labels'"),
         (Dataset.from_dict({"input_ids": [[1]], "seq_lengths": [[1]]}), "packed already"),
         (Dataset.from_dict({"input_ids": [[1, 0]], "attention_mask": [[1, 0]]}), "attention_mask has zeros"),
     ],

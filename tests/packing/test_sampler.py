@@ -130,6 +130,16 @@ def test_a_token_budget_is_used():
     assert [len(batch) for batch in sampler] == [4] * 25
 
 
+@pytest.mark.parametrize("count", [1, 2, 513, 3000])
+@pytest.mark.parametrize("length", [51, 60, 100])
+def test_a_budget_for_one_row_has_a_step_for_each(count, length):
+    tokens = np.full(count, length)
+    sampler = BalancedBatchSampler(SequentialSampler(range(count)), tokens, 1, tokens=tokens, tokens_per_step=100)
+    batches = list(sampler)
+    assert len(sampler) == len(batches) == count
+    assert sorted(chain(*batches)) == list(range(count))
+
+
 @pytest.mark.parametrize("budget", [None, 4096])
 def test_the_order_follows_seed_and_epoch_and_can_be_resumed(budget):
     tokens = lognormal(300)

@@ -156,6 +156,8 @@ def test_fill():
         ([{"input_ids": [1] * 5}], {}, r"lengths\[0\] is 5, which exceeds max_length 4"),
         ([{"input_ids": [1, 2], "labels": [1]}], {}, r"labels of a sample has shape \(1,\), input_ids \(2,\)"),
         ([{"input_ids": [1, 0], "attention_mask": [1, 0]}], {}, "attention_mask has zeros"),
+        ([{"input_ids": [1]}, {"input_ids": None}], {}, "no value at all in 'input_ids'"),
+        ([{"input_ids": [1], "labels": [1]}, {"input_ids": [2], "labels": None}], {}, "no value at all in 'labels'"),
         ([{"input_ids": [1]}], {"buffer_size": 0}, "buffer_size is 0"),
         ([{"input_ids": [1]}], {"max_samples_per_row": 0}, "max_samples_per_row is 0"),
     ],

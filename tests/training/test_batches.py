@@ -1,11 +1,6 @@
 """fastlm.training.batches: a step balanced over micro-batches, or made to a budget of tokens, is still that step."""
 
-import os
-import socket
-import subprocess
-import sys
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +9,10 @@ import trl
 from torch.utils.data import RandomSampler, WeightedRandomSampler
 
 from fastlm.training import batches
-from tests.ranks import finish_rank  # noqa: F401 (the processes call it)
+from tests.ranks import run_on_two_ranks
 
 from .runs import Recorder, config, logged, model, rows, targets, trainer, worst_error
 
-ROOT = Path(__file__).parents[2]
 DATA = rows((5, 12, 3, 9, 20, 2, 7, 16, 30, 4, 11, 6, 25, 8, 10, 3, 14))  # 17 rows
 
 
@@ -193,24 +187,6 @@ def test_ranks_take_turns(ranks):
     assert {len(batches._RankSampler(range(47), costs, 4, rank=0, ranks=ranks, **given))} == {len(shards[0])}
 
 
-def start(part, out):
-    """Run ``part(out)`` of this file in two processes and wait for them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    code = f"from {__name__} import {part}, finish_rank; {part}({str(out)!r}); finish_rank()"
-    ranks = []
-    for rank in ("0", "1"):
-        environment = {
-            **os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        }  # fmt: skip
-        ranks.append(subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stderr=subprocess.PIPE))
-    for process in ranks:
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors.decode()[-3000:]
-
-
 def on_two_ranks(out):
     """What each process of the test below runs."""
     for budget in (None, 120):
@@ -233,7 +209,7 @@ def on_two_ranks(out):
 
 
 def test_two_ranks_train_the_undivided_step(tmp_path):
-    start("on_two_ranks", tmp_path)
+    run_on_two_ranks(on_two_ranks, tmp_path)
     for budget in (None, 120):
         size = {} if budget else {"per_device_train_batch_size": 4}
         whole, whole_seen = run(tmp_path, budget=budget, data=DATA[:16], epochs=1, **size)

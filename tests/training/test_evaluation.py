@@ -1,13 +1,16 @@
 """An evaluation's loss is one mean over its targets, however it is batched; callbacks and predict see that one."""
 
+import functools
 from typing import Any
 
 import pytest
+import trl
 from datasets import Dataset
 from transformers import TrainerCallback
 
 import fastlm
 
+from ..tiny import tiny_tokenizer
 from . import runs
 
 fastlm.patch  # noqa: B018 (first use installs the wrappers)
@@ -75,6 +78,33 @@ def test_callbacks_and_the_best_checkpoint_see_it(expected: float, tmp_path: Any
     args = runs.config(tmp_path, bf16=False, per_device_eval_batch_size=1)
     stock = runs.trainer(runs.model(patched=False), data, args, eval_dataset=data).evaluate()["eval_loss"]
     assert abs(stock - expected) > 1e-3
+
+
+def add_hundred(loss: Any, *args: Any, **given: Any) -> Any:
+    found = loss(*args, **given)
+    return (found[0] + 100, found[1]) if isinstance(found, tuple) else found + 100
+
+
+class Mine(trl.SFTTrainer):
+    def compute_loss(self, *args: Any, **given: Any) -> Any:
+        return add_hundred(super().compute_loss, *args, **given)
+
+
+@pytest.mark.parametrize("kind", [Mine, trl.SFTTrainer])
+def test_a_loss_that_the_user_makes_of_ours_is_what_is_reported(kind: Any, tmp_path: Any) -> None:
+    """TRL's mean over the batches: what is added to our loss is not lost."""
+    data, results = Dataset.from_list(runs.rows()), []
+    for patched in (False, True):
+        args = runs.config(tmp_path, per_device_eval_batch_size=3, bf16=False)
+        trainer = kind(
+            model=runs.model(patched=patched), args=args, train_dataset=data, eval_dataset=data,
+            processing_class=tiny_tokenizer(),
+        )  # fmt: skip
+        if kind is trl.SFTTrainer:
+            trainer.compute_loss = functools.partial(add_hundred, trainer.compute_loss)
+        predicted = trainer.predict(trainer.eval_dataset).metrics["test_loss"]
+        results.append((trainer.evaluate()["eval_loss"], predicted))
+    assert results[1] == pytest.approx(results[0], rel=1e-6) and results[1][0] > 100
 
 
 def test_several_data_sets_keep_their_own_losses(tmp_path: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, Sequence, Value
 
 import fastlm
 
@@ -143,6 +143,47 @@ def test_wrong_weights_are_named(weights: Any, tmp_path: Any) -> None:
     data = [{"input_ids": [4, 5, 6], "weights": weights}]
     with pytest.raises(ValueError, match="'weights' of the train data set must hold one finite number for each"):
         runs.trainer(runs.model(), data, runs.config(tmp_path))
+
+
+def test_weights_of_rows_of_one_length(tmp_path: Any) -> None:
+    """Arrow's lists of a fixed size."""
+    data = weighted((6, 6, 6))
+    features = Features(
+        {
+            "input_ids": Sequence(Value("int64"), length=6),
+            "labels": Sequence(Value("int64"), length=6),
+            "weights": Sequence(Value("float32"), length=6),
+        }
+    )
+    fixed = Dataset.from_list(data, features=features)
+    for layout in ({}, dict(packing=True, max_length=13)):
+        trainer, _ = runs.train(runs.model(), fixed, runs.config(tmp_path, **layout))
+        assert runs.logged(trainer)[0] == pytest.approx(truth(data), rel=1e-5)
+    with pytest.warns(UserWarning, match="3 of 3 train rows"):
+        trainer, _ = runs.train(runs.model(), fixed, runs.config(tmp_path, max_length=4))
+    assert runs.logged(trainer)[0] == pytest.approx(truth([{n: v[:4] for n, v in r.items()} for r in data]), rel=1e-5)
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_weights_of_another_length_are_named_without_preparation_too(padding_free: bool, tmp_path: Any) -> None:
+    data = [{**row, "weights": row["weights"][:-1]} for row in weighted((5, 4))]
+    args = runs.config(tmp_path, padding_free=padding_free, dataset_kwargs={"skip_prepare_dataset": True})
+    with pytest.raises(ValueError, match=r"weights has \d entries, but input_ids has"):
+        runs.train(runs.model(), data, args)
+
+
+def test_weights_that_the_users_collator_is_not_given_are_spoken_of(tmp_path: Any, capsys: Any) -> None:
+    def padded(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        names = [name for name in ("input_ids", "labels", "weights") if name in examples[0]]
+        batch = {name: torch.tensor([row[name] for row in examples]) for name in names}
+        return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+
+    data = weighted((6, 6))
+    for given, expected in (({}, False), ({"remove_unused_columns": False}, True)):
+        trainer, _ = runs.train(runs.model(), data, runs.config(tmp_path, **given), data_collator=padded)
+        assert ("the column 'weights' is not used" in capsys.readouterr().out) is not expected
+        rows = data if expected else [{**row, "weights": [1.0] * 6} for row in data]
+        assert runs.logged(trainer)[0] == pytest.approx(truth(rows), rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:`compute_loss_func` is deprecated:FutureWarning")

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 import fastlm
 from fastlm.training import memory
@@ -13,6 +15,7 @@ from fastlm.training.say import Voice
 from fastlm.training.sft import _settle_checkpointing
 from fastlm.training.step import State, state_of
 
+from ..tiny import add_lora, tiny_model
 from . import runs
 from .runs import LENGTHS
 
@@ -24,7 +27,8 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Pretends that this many bytes of a GPU are free: free(n)."""
 
     def set_free(count: int) -> None:
-        monkeypatch.setattr(memory, "_gauge", lambda device: memory._Gauge(allocated=100, peak=300, free=count))
+        gauge = memory._Gauge(allocated=100, peak=300, free=count)
+        monkeypatch.setattr(memory, "_gauge", lambda *args, **kwargs: gauge)
 
     return set_free
 
@@ -66,29 +70,39 @@ def test_a_cpu_recomputes_without_a_word(tmp_path, capsys):
     assert recomputing(trainer) == [True, True] and "activations are" not in capsys.readouterr().out
 
 
-def test_kept_bytes_are_those_of_a_step_that_keeps_them(tmp_path):
+@pytest.mark.parametrize("lora", [{}, {"lora_dropout": 0.5}, None])
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_kept_bytes_are_those_of_a_step_that_keeps_them(tmp_path, padding_free, lora):
+    def made(layers: int) -> Any:
+        model = tiny_model("llama", num_hidden_layers=layers)
+        model = add_lora(model, **lora) if lora is not None else model
+        fastlm.patch(model)
+        return model
+
+    fastlm.patch(tiny_model("llama"))  # a config may say bf16 on a CPU from then on
+    config = runs.config(tmp_path, per_device_train_batch_size=len(LENGTHS), padding_free=padding_free)
     counts: dict[int, int] = {}
     for layers in (1, 4):
-        model = runs.model("llama", num_hidden_layers=layers)
+        model = made(layers)
+        known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         seen: dict[int, int] = {}
 
-        def pack(tensor: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
-            if not (tensor.is_leaf and tensor.requires_grad):
-                seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        def pack(tensor: torch.Tensor, known: set[int] = known, seen: dict[int, int] = seen) -> torch.Tensor:
+            if (place := tensor.untyped_storage().data_ptr()) not in known:
+                seen[place] = tensor.untyped_storage().nbytes()
             return tensor
 
-        batch = fastlm.PaddingFreeCollator()(runs.rows())
+        trainer = runs.trainer(model, runs.rows(), config)
+        batch = next(iter(trainer.get_train_dataloader()))
         model.train()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = model(**batch, use_cache=False).loss
         counts[layers] = sum(seen.values())
         del loss
-    tokens = sum(LENGTHS)
     a_layer_and_its_input = (counts[4] - counts[1]) // 3
-    trainer, _ = run(tmp_path, layers=4, per_device_train_batch_size=len(LENGTHS), max_steps=1)
-    kept = [layer._fastlm.kept for layer in trainer.model.get_base_model().model.layers]
-    rotations = 2 * tokens * 16 * 4  # cos and sin [T, head_dim], fp32: counted in every layer, shared by all
-    assert kept[0] == kept[3] == a_layer_and_its_input - tokens * 64 * 4 + rotations  # hidden_size 64
+    trainer, _ = runs.train(model := made(4), runs.rows(), config)
+    kept = [layer._fastlm.kept for layer in memory._layers(trainer)]
+    assert kept[0] == kept[3] == a_layer_and_its_input - sum(LENGTHS) * 64 * 4  # hidden_size 64, fp32
 
 
 class TooMuch:
@@ -174,3 +188,142 @@ def test_training_again_keeps_the_choice(tmp_path, free):
     trainer.args.max_steps = 5
     trainer.train()
     assert recomputing(trainer) == [False, False]
+
+
+class Meter:
+    """A GPU's memory as _gauge reads it: what was loaded once took `loading`, a step takes `step` for a while."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int, loading: int = 0, step: int = GIB) -> None:
+        self.allocated, self.peak, self.step, self.free = 5 * GIB, loading, step, free
+        monkeypatch.setattr(memory, "_gauge", self)
+
+    def __call__(self, trainer: Any, begin: bool = False) -> memory._Gauge:
+        if begin:
+            self.peak = self.allocated
+        elif trainer.state.global_step == 0:
+            self.peak = self.allocated + self.step
+        else:
+            self.allocated = 7 * GIB  # the optimiser's states have come since
+        return memory._Gauge(self.allocated, max(self.peak, self.allocated), self.free)
+
+
+@pytest.mark.parametrize(("free", "kept"), [(1.6, True), (1.5, False)])
+def test_what_a_step_takes_is_told_from_what_comes_and_went_before(tmp_path, monkeypatch, free, kept):
+    """1 GiB a step, 5% and the reserve: 1.55 GiB, whatever loading took and the optimiser allocates."""
+    Meter(monkeypatch, int(free * GIB), loading=100 * GIB)
+    model = runs.model("llama")
+    model.get_base_model()._fastlm_checkpointing = "fastlm"
+    data = runs.rows((9, 9, 9, 9))
+    trainer, _ = runs.train(model, data, runs.config(tmp_path, per_device_train_batch_size=2, max_steps=2))
+    assert recomputing(trainer) == [not kept] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, 20 + 16),
+        ({"padding_free": False}, 2 * 20),
+        ({"packing": True, "max_length": 24}, 24 + 23),
+        ({"tokens_per_step": 40}, 40),
+        ({"tokens_per_step": 100, "gradient_accumulation_steps": 2}, 70 * 1.001),
+    ],
+)
+def test_the_largest_batch_there_can_be(tmp_path, config, expected):
+    model, budget = runs.model("llama"), config.pop("tokens_per_step", None)
+    trainer = runs.trainer(model, runs.rows(), runs.config(tmp_path, per_device_train_batch_size=2, **config))
+    trainer.args.tokens_per_step = budget
+    assert memory._largest_batch(trainer, state_of(trainer), 7) == pytest.approx(expected)
+    trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+    assert memory._largest_batch(trainer, state_of(trainer), 7) == 2 * trainer.args.max_length
+
+
+def test_a_model_of_another_family_trains(tmp_path):
+    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=2)
+    model = GPT2LMHeadModel(config)
+    fastlm.patch(model)
+    model._fastlm_checkpointing = "fastlm"
+    trainer, _ = runs.train(model, runs.rows(), runs.config(tmp_path, max_steps=3, per_device_train_batch_size=2))
+    assert len(runs.logged(trainer)) == 3
+
+
+def test_training_goes_on_after_unpatch(tmp_path, free):
+    free(8 * GIB)
+    trainer, _ = run(tmp_path, padding_free=False)
+    fastlm.unpatch(trainer.model)
+    trainer.train()
+    assert recomputing(trainer) == [True, True]  # as the arguments say
+
+
+def test_layers_that_the_user_does_not_recompute_stay_so(tmp_path, free):
+    free(8 * GIB)
+    trainer, _ = run(tmp_path, layers=4, gradient_checkpointing_kwargs={"every_n_layers": 2})
+    assert recomputing(trainer) == [True, False, True, False]
+
+
+def test_a_second_failure_is_raised_and_leaves_the_earlier_gradients(tmp_path, free, monkeypatch):
+    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
+    free(8 * GIB)
+    TooMuch(monkeypatch, 8 + 2 + 1, True)  # as above, in backward
+    TooMuch(monkeypatch, 8 + 2 + 4 + 1, True)  # and in the second run of its last layer
+    held: list[dict[str, Any]] = []
+    model = runs.model("llama")
+    model.get_base_model()._fastlm_checkpointing = "fastlm"
+
+    class Hold(TrainerCallback):
+        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+            held.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+    trainer = runs.trainer(model, runs.rows(), runs.config(tmp_path, max_steps=4, **options), callbacks=[Hold()])
+    with pytest.raises(torch.OutOfMemoryError, match="in backward"):
+        trainer.train()
+    left = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert len(held) == 2 and same([left], held[1:])
+
+
+@pytest.mark.parametrize("place", ["on_pre_optimizer_step", "on_prediction_step"])
+def test_failures_outside_a_step_pass(tmp_path, free, place):
+    """In evaluation, or the optimiser: keeping less would not help."""
+    free(8 * GIB)
+
+    class Fail(TrainerCallback):
+        pass
+
+    def fail(self: Any, args: Any, state: Any, *rest: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            raise torch.OutOfMemoryError("elsewhere")
+
+    setattr(Fail, place, fail)
+    model = runs.model("llama")
+    model.get_base_model()._fastlm_checkpointing = "fastlm"
+    config = runs.config(tmp_path, max_steps=4, eval_strategy="steps", eval_steps=1)
+    data = Dataset.from_list(runs.rows())
+    trainer = runs.trainer(model, data, config, eval_dataset=data, callbacks=[Fail()])
+    with pytest.raises(torch.OutOfMemoryError, match="elsewhere"):
+        trainer.train()
+    assert state_of(trainer).activations.policy == "keep"
+
+
+@pytest.mark.parametrize("own_loss", [True, False])
+def test_a_step_done_again_draws_the_same_numbers_and_is_counted_once(tmp_path, free, monkeypatch, own_loss):
+    def made() -> Any:
+        model = add_lora(tiny_model("llama"), lora_dropout=0.5)
+        fastlm.patch(model)
+        return model
+
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        return outputs.logits.float().pow(2).mean()
+
+    given = {"compute_loss_func": loss} if own_loss else {}
+    results = []
+    for policy in ("recompute", "fastlm"):
+        (model := made()).get_base_model()._fastlm_checkpointing = policy
+        if policy == "fastlm":
+            free(8 * GIB)
+            TooMuch(monkeypatch, 6 + 2 if own_loss else 4 + 2, True)  # second step; TRL asks the model for metrics too
+        config = runs.config(tmp_path, per_device_train_batch_size=2, max_steps=3, seed=3)
+        results.append(runs.train(model, runs.rows(), config, **given))
+    (expected, gradients), (trainer, again) = results
+    assert state_of(trainer).activations.policy == "recompute"
+    assert same(again, gradients)
+    assert runs.logged(trainer, "num_tokens") == runs.logged(expected, "num_tokens")
+    assert runs.logged(trainer, "entropy") == runs.logged(expected, "entropy")

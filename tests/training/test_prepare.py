@@ -62,8 +62,11 @@ def test_formatting_functions_of_every_age(function: Any, texts: list[str], coun
 
 
 def test_formatting_function_that_returns_something_else() -> None:
-    with pytest.raises(ValueError, match="must return a string, or a list of strings"):
+    with pytest.raises(ValueError, match=r"must return a string, or a list of strings.* it returned 3"):
         format_rows(QUESTIONS, lambda example: 3, "text")
+    with pytest.raises(ValueError, match=r"it raised KeyError\('nope'\)") as caught:
+        format_rows(QUESTIONS, lambda example: example["nope"], "text")
+    assert isinstance(caught.value.__cause__, KeyError)  # with the line of the user's that raised it
 
 
 def prompts(count: int, prompt: int, answer: int) -> list[dict[str, str]]:
@@ -258,3 +261,15 @@ def test_streams_that_are_packed_already_stay_so_and_splitting_is_trls(tmp_path:
 def test_a_bad_token_in_a_stream_is_named(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="the train data set has the token 300"):
         runs.trainer(runs.model(), streamed([{"input_ids": [4, 300, 5]}]), runs.config(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+@pytest.mark.parametrize("columns", [["input_ids"], ["input_ids", "labels", "attention_mask"]])
+def test_streams_of_tensors(kind: str, columns: list[str], tmp_path: Any) -> None:
+    data = [{**row, "attention_mask": [0, *[1] * (len(row["input_ids"]) - 1)]} for row in runs.rows()]
+    data = [{name: row[name] for name in columns} for row in data]
+    args = runs.config(tmp_path, max_length=16)
+    with pytest.warns(UserWarning, match="fastlm"):
+        expected = [*runs.trainer(runs.model(), streamed(data), args).train_dataset]
+        trainer, _ = runs.train(runs.model(), streamed(data).with_format(kind), args)
+    assert [*trainer.train_dataset] == expected and len(expected) >= 7

@@ -1,9 +1,6 @@
 """Two ranks compute what one would: loss, gradient and metrics of unequal batches, and one evaluation loss."""
 
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +8,11 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tests.ranks import finish_rank  # noqa: F401 (the processes call it)
+from tests.ranks import run_on_two_ranks
 
 from . import runs, test_resume
 
-ROOT = Path(__file__).parents[2]
 ON_RANKS = dict(per_device_train_batch_size=1, use_cpu=True, ddp_backend="gloo")
-
-
-def start(part: str, out: Path) -> None:
-    """Run ``part(out)`` of this file in two processes and wait for them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    code = f"from tests.training.test_ranks import {part}, finish_rank; {part}({str(out)!r}); finish_rank()"
-    ranks = []
-    for rank in ("0", "1"):
-        environment = {
-            **os.environ, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        }  # fmt: skip
-        ranks.append(subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stderr=subprocess.PIPE))
-    for process in ranks:
-        _, errors = process.communicate(timeout=240)
-        assert process.returncode == 0, errors.decode()[-3000:]
 
 
 def train(out: str) -> None:
@@ -45,7 +23,7 @@ def train(out: str) -> None:
 
 def test_b_unequal_microbatches_on_two_ranks(tmp_path: Path) -> None:
     """10 and 90 targets, one row a rank: the mean over 100 targets."""
-    start("train", tmp_path)
+    run_on_two_ranks(train, tmp_path)
     whole, truth = runs.train(runs.model(), runs.rows((11, 91)), runs.config(tmp_path, per_device_train_batch_size=2))
     expected = whole.state.log_history[0]
     for rank in (0, 1):
@@ -83,7 +61,7 @@ def evaluate(out: str) -> None:
 
 
 def test_one_evaluation_loss_on_two_ranks(tmp_path: Path) -> None:
-    start("evaluate", tmp_path)
+    run_on_two_ranks(evaluate, tmp_path)
     data = Dataset.from_list(runs.rows(UNEVEN))
     args = runs.config(tmp_path, per_device_eval_batch_size=5)
     expected = runs.trainer(runs.model(), data, args, eval_dataset=data).evaluate()
@@ -131,9 +109,9 @@ def stop_and_go_on(out: str) -> None:
 
 
 def test_two_ranks_resume_as_one_run(tmp_path: Path) -> None:
-    start("stop_and_go_on", tmp_path)
+    run_on_two_ranks(stop_and_go_on, tmp_path)
     for rank in (0, 1):
         assert torch.load(tmp_path / f"rank{rank}.pt") == dict.fromkeys(RESUMED, True)
     kept = tmp_path / "accumulated" / "stopped" / "checkpoint-3"
     assert {"rng_state_0.pth", "rng_state_1.pth", "fastlm_state.json"} <= set(os.listdir(kept))
-    assert not (kept.parent / ".checkpoint.partial").exists()
+    assert not (kept.parent / "_checkpoint.partial").exists()

@@ -120,6 +120,11 @@ def test_a_streams_incomplete_step_is_left_out(tmp_path: Path, capsys: Any) -> N
     assert capsys.readouterr().out.count("the last 1 of each pass are left out") == 1
 
 
+def test_a_stream_that_fills_no_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds 4 batches, and gradient_accumulation_steps=5 of them make a step"):
+        run(tmp_path, kind="stream", gradient_accumulation_steps=5, max_steps=2, save_strategy="no")
+
+
 # --- d-resume-groups
 
 
@@ -207,10 +212,11 @@ def test_killed_during_a_save(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), "HF_HUB_OFFLINE": "1"}
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, timeout=120)
     assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()[-3000:]
-    assert (out / ".checkpoint.partial" / "checkpoint-3" / "optimizer.pt").exists()
+    assert (out / "_checkpoint.partial" / "checkpoint-3" / "optimizer.pt").exists()
+    assert resume._STAGING.startswith("_")  # Trainer pushes the folder of a run without _* and checkpoint-*
     assert get_last_checkpoint(str(out)) == str(out / "checkpoint-2") and whole(out / "checkpoint-2")
     same(run(out, again=True), run(tmp_path / "straight"))
-    assert not (out / ".checkpoint.partial").exists() and whole(out / "checkpoint-3")
+    assert not (out / "_checkpoint.partial").exists() and whole(out / "checkpoint-3")
 
 
 def test_rotation_best_model_and_pushes_see_the_finished_folder(
@@ -274,6 +280,27 @@ def test_a_checkpoint_of_the_same_step_is_replaced_and_a_plain_trainer_saves_so_
     assert whole(tmp_path / "checkpoint-1") and not (tmp_path / "checkpoint-1" / "left-over").exists()
     assert (tmp_path / "checkpoint-1" / "adapter_model.safetensors").read_bytes() != before
     assert [entry.name for entry in tmp_path.iterdir() if "checkpoint" in entry.name] == ["checkpoint-1"]
+
+
+def test_files_of_a_subclass_stay(tmp_path: Path) -> None:
+    """Put into the checkpoint's folder before and after transformers' part, and of a name that both write."""
+
+    class Mine(trl.SFTTrainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+            (folder / "notes").mkdir(parents=True)
+            for name in ("notes/before.txt", "optimizer.pt"):
+                (folder / name).write_text("mine")
+            super()._save_checkpoint(model, trial)
+            (folder / "after.txt").write_text("mine")
+
+    args = runs.config(tmp_path, save_strategy="steps", save_steps=1)
+    Mine(
+        model=model(), args=args, train_dataset=Dataset.from_list(runs.rows()), processing_class=tiny_tokenizer()
+    ).train()
+    folder = tmp_path / "checkpoint-1"
+    assert whole(folder) and (folder / "optimizer.pt").read_bytes() != b"mine"
+    assert (folder / "notes" / "before.txt").read_text() == (folder / "after.txt").read_text() == "mine"
 
 
 def test_a_model_that_is_not_fastlms_saves_as_transformers_does(

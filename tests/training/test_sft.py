@@ -358,9 +358,51 @@ def test_streamed_data_is_padding_free(tmp_path: Any) -> None:
     assert batch["boundaries"].lengths == tuple(min(n, 10) for n in runs.LENGTHS)
 
 
-def test_label_smoothing_falls_back_without_our_head_and_unpatch_is_noticed(tmp_path: Any) -> None:
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")
+def test_label_smoothing_falls_back_without_our_head(tmp_path: Any) -> None:
+    smoothed = []
+    trainer = runs.trainer(runs.model(), runs.rows(), runs.config(tmp_path, label_smoothing_factor=0.1))
+    trainer._fastlm.own_head = False
+    theirs = trainer.label_smoother
+    trainer.label_smoother = lambda *args, **given: smoothed.append(1) or theirs(*args, **given)
+    trainer.train()
+    args = runs.config(tmp_path, bf16=False, label_smoothing_factor=0.1)
+    stock, _ = runs.train(runs.model(patched=False), runs.rows(), args)
+    assert smoothed and runs.logged(trainer)[0] == pytest.approx(runs.logged(stock)[0], rel=1e-5)
+
+
+def test_unpatch_after_building_the_trainer_is_noticed(tmp_path: Any) -> None:
     trainer = runs.trainer(runs.model(), runs.rows(), runs.config(tmp_path))
     batch = first_batch(trainer)
     fastlm.unpatch(trainer.model)
     with pytest.raises(ValueError, match="unpatch was called"):
         trainer.compute_loss(trainer.model, batch)
+
+
+@pytest.mark.filterwarnings("ignore:`label_smoothing_factor` is deprecated:FutureWarning")
+def test_a_model_unpatched_since_has_trls_loss_of_padded_batches(tmp_path: Any) -> None:
+    data = Dataset.from_list(runs.rows())
+    args = runs.config(tmp_path, padding_free=False, label_smoothing_factor=0.3, bf16=False)
+    trainer = runs.trainer(runs.model(), data, args, eval_dataset=data)
+    ours = trainer.evaluate()["eval_loss"]
+    fastlm.unpatch(trainer.model)
+    stock = runs.trainer(runs.model(patched=False), data, args, eval_dataset=data).evaluate()["eval_loss"]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(stock, rel=1e-6) == pytest.approx(ours, rel=1e-5)
+
+
+def test_a_model_that_is_wrapped_for_training_is_still_fastlms(tmp_path: Any) -> None:
+    """As FullyShardedDataParallel does: Trainer puts the wrapper into trainer.model."""
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, module: Any) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module(*args, **kwargs)
+
+    trainer = runs.trainer(runs.model(), runs.rows(), runs.config(tmp_path))
+    batch = first_batch(trainer)
+    expected = trainer.compute_loss(trainer.model, dict(batch))
+    trainer.model = trainer.model_wrapped = Wrapped(trainer.model)
+    assert torch.equal(trainer.compute_loss(trainer.model, dict(batch)), expected)
