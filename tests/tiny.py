@@ -51,6 +51,12 @@ def tiny_model(
     return model
 
 
+def enable_checkpointing(model: Any) -> None:
+    """Recompute decoder layers, under the name that this transformers has for it; inside PEFT's wrapper too."""
+    core = model.get_base_model() if hasattr(model, "get_base_model") else model
+    getattr(core, "activation_checkpointing_enable", core.gradient_checkpointing_enable)()
+
+
 def add_lora(model: PreTrainedModel, *, dtype: torch.dtype | None = None, seed: int = 1, **config: Any) -> Any:
     """Wrap with PEFT; A and B are both random, so that no gradient is zero by construction."""
     from peft import LoraConfig, get_peft_model

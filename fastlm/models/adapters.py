@@ -16,16 +16,20 @@ from torch.nn.modules.module import _has_any_global_hook
 from ..kernels.lora import Projection
 from ..kernels.nf4 import NF4Weight
 
-__all__ = ["adapter_obstacle", "fusable", "global_hooks", "has_hooks", "is_adapted", "is_ours"]
+__all__ = ["adapter_obstacle", "fusable", "global_hooks", "has_hooks", "is_adapted", "is_ours", "runs_hooks"]
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module would run more than its class's forward, or ours."""
     own = module.__dict__.get("forward")
+    return runs_hooks(module) or hasattr(module, "_hf_hook") or (own is not None and not is_ours(own))
+
+
+def runs_hooks(module: nn.Module) -> bool:
+    """Whether hooks of torch's are registered on this module itself."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-        or hasattr(module, "_hf_hook") or (own is not None and not is_ours(own))
-    )  # fmt: skip
+    )
 
 
 def global_hooks() -> bool:

@@ -14,7 +14,7 @@ from .checkpointing import choose
 from .fingerprint import fingerprint
 from .head import boundaries_from, boundaries_on
 from .layers import Switch
-from .padding import PaddedLayout, call_layout, flatten_call
+from .padding import PaddedLayout, call_inputs, call_layout, flatten_call
 
 __all__ = ["ModelPatch", "boundary_obstacle", "prepare_backbone", "restore_rows", "stock_class"]
 
@@ -79,8 +79,6 @@ def prepare_backbone(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if layout is not None:
         args, kwargs = (), flatten_call(layout, args, kwargs)
         backbone.__dict__[_PADDED] = layout
-        if restore_rows not in backbone._forward_hooks.values():
-            backbone.register_forward_hook(restore_rows, prepend=True)  # before hooks that expect [B, S]
     boundaries = boundaries_from(kwargs)
     if boundaries is None:
         kwargs.pop("boundaries", None)
@@ -102,7 +100,7 @@ def prepare_backbone(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         raise ValueError("sample boundaries and a key-value cache exclude each other; pass use_cache=False")
     if kwargs.get("output_attentions"):
         raise ValueError("attention weights cannot be returned for packed samples; use a padding collator")
-    inputs = next(value for value in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if value is not None)
+    inputs: Any = call_inputs(args, kwargs)
     if inputs.shape[0] != 1 or inputs.shape[1] != boundaries.token_count:
         raise ValueError(
             f"sample boundaries cover {boundaries.token_count} tokens in one row, but the inputs are "

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .adapters import global_hooks
+from .adapters import global_hooks, runs_hooks
 
 __all__ = ["CALL_CHECKPOINTS", "choose", "recompute"]
 
@@ -64,7 +64,7 @@ def _trained(run: Any) -> list[nn.Parameter] | None:
     modules = [layer]
     while modules:  # a third faster than named_parameters, which every call would wait for
         module = modules.pop()
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        if runs_hooks(module):
             return None
         modules.extend(child for child in module._modules.values() if child is not None)
         trained.update((p, None) for p in module._parameters.values() if p is not None and p.requires_grad)

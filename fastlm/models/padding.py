@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..packing.boundaries import IGNORE_INDEX, SequenceBoundaries
 
-__all__ = ["LAYOUT_SUFFIX", "PaddedLayout", "attach", "call_layout", "flatten_call", "stay_padded"]
+__all__ = ["LAYOUT_SUFFIX", "PaddedLayout", "attach", "call_inputs", "call_layout", "flatten_call", "stay_padded"]
 
 LAYOUT_SUFFIX = "_layout"  # a batch's "attention_mask" has its description beside it, as "attention_mask_layout"
 _ATTRIBUTE = "_fastlm_layout"
@@ -157,7 +157,7 @@ def call_layout(
             return None
         if mask.device.type == "cpu" and (layout is None or layout.missed(labels)):
             layout = PaddedLayout.from_mask(mask, labels != IGNORE_INDEX)
-    config, inputs = backbone.config, _inputs(args, kwargs)
+    config, inputs = backbone.config, call_inputs(args, kwargs)
     if layout is None or inputs is None or inputs.shape[:2] != mask.shape or patched.report.obstacle is not None:
         return None
     if any(mask.shape[1] > limit for limit in patched.limits.values()):
@@ -173,14 +173,15 @@ def call_layout(
     return None if hasattr(backbone.get_input_embeddings(), "neftune_noise_alpha") else layout.on(inputs.device)
 
 
-def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+def call_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """A backbone call's input_ids [B, S] or inputs_embeds [B, S, H]; None where there are neither."""
     given = (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
     return next((value for value in given if value is not None), None)
 
 
 def flatten_call(layout: PaddedLayout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keywords of the same call with the real tokens only, as one row of samples."""
-    inputs = _inputs(args, kwargs)
+    inputs = call_inputs(args, kwargs)
     assert inputs is not None  # call_layout saw it
     name = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
     rest = {key: value for key, value in kwargs.items() if key not in ("input_ids", "inputs_embeds", "attention_mask")}

@@ -1,8 +1,9 @@
 """Patches one model, instance by instance; says what it did; puts everything back.
 
 ``patch`` walks the modules of a causal LM or a headless model, recognises each layer's stock forward by fingerprint,
-binds ours on the instance, and hangs one pre-hook on the backbone that turns a batch's sample boundaries into what
-attention takes. Classes, registries and other models are never touched.
+binds ours on the instance, and hangs two hooks on the backbone: one turns a batch's sample boundaries into what
+attention takes, the other puts back the padding that was taken out. Classes, registries and other models are never
+touched.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ def patch(model: nn.Module) -> PatchReport:
     backbone._fastlm_backbone = core.__dict__["_fastlm_model"]
     if prepare_backbone not in backbone._forward_pre_hooks.values():
         backbone.register_forward_pre_hook(prepare_backbone, with_kwargs=True)
+        backbone.register_forward_hook(restore_rows, prepend=True)  # before hooks that expect [B, S]
     return result
 
 

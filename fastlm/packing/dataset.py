@@ -8,9 +8,9 @@ from .packer import pack
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
-__all__ = ["MAX_SAMPLES_PER_ROW", "PER_TOKEN", "lengths_of", "pack_dataset", "work_of"]
+__all__ = ["MAX_SAMPLES_PER_ROW", "PER_TOKEN", "columns_of", "lengths_of", "pack_dataset", "work_of"]
 
 PER_TOKEN = ("input_ids", "labels", "weights")  # the columns that are packed
 # Kernels of variable-length attention have a block per sample along a dimension of the CUDA grid that ends at
@@ -19,6 +19,11 @@ MAX_SAMPLES_PER_ROW = 65_535 // 32
 # Tokens of a sample whose attention takes as long as all else (Llama-3-8B shapes, H200: 14,000 to 26,000 by backend)
 EVEN_AT = 20_000
 _INT32_MAX = 2**31 - 1
+
+
+def columns_of(dataset: "Dataset | IterableDataset") -> list[str]:
+    """Column names; of a stream that does not know them its first row's, none if it is empty."""
+    return dataset.column_names or list(next(iter(dataset), {}))
 
 
 def lengths_of(dataset: "Dataset") -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .dataset import MAX_SAMPLES_PER_ROW, PER_TOKEN
+from .dataset import MAX_SAMPLES_PER_ROW, PER_TOKEN, columns_of
 from .packer import pack
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def pack_stream(
         if value < 1:
             raise ValueError(f"{name} is {value}: it must be at least 1")
     stream = stream.with_format(None)
-    columns = stream.column_names or list(next(iter(stream), {"input_ids": None}))  # untyped: ask the first sample
+    columns = columns_of(stream) or ["input_ids"]  # an empty stream has none
     if "seq_lengths" in columns:
         raise ValueError("the stream has a column 'seq_lengths': it is packed already")
     if "input_ids" not in columns:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..models.patch import patched_core
 from ..packing.dataset import EVEN_AT, lengths_of
@@ -166,8 +167,7 @@ def _again_if_too_large(
     model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """The micro-step, with activations kept; if the GPU's memory does not do, once more with layers recomputed."""
-    device = activations.trained[0].device
-    random = (torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+    random, (devices, states) = torch.get_rng_state(), get_device_states(*activations.trained[:1])
     pending = {mode: list(rows) for mode, rows in state.pending.items()}
     metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}  # of a loss not ours
     seen = trainer._total_train_tokens
@@ -182,9 +182,9 @@ def _again_if_too_large(
         trainer._metrics["train"].clear()
         trainer._metrics["train"].update(metrics)
         trainer._total_train_tokens = seen
-        torch.set_rng_state(random[0])
-        if random[1] is not None:
-            torch.cuda.set_rng_state(random[1], device)
+        torch.set_rng_state(random)
+        if devices:
+            set_device_states(devices, states)
             torch.cuda.empty_cache()
         activations.policy = "recompute"
         _set_recompute(layers, True)

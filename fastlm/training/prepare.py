@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from ..packing.dataset import PER_TOKEN, pack_dataset
+from ..packing.dataset import PER_TOKEN, columns_of, pack_dataset
 from ..packing.padding import expected_speedup
 from ..packing.stream import pack_stream
 from .formatting import format_rows
 from .step import Counts, State
 from .streamed import tidy_stream
-from .tables import columns_of, cut_rows, lists_of, row_facts, strip_padding
+from .tables import cut_rows, lists_of, row_facts, strip_padding
 
 __all__ = ["check_not_empty", "prepare_dataset"]
 

@@ -139,7 +139,7 @@ def _weighted_sum(per_token_loss: Tensor, boundaries: Any, weights: Tensor | Non
 def _ignore_repeated_rows(trainer: Any, inputs: dict[str, Any]) -> None:
     """accelerate fills the ranks' last padded batches with rows from the start: those count once, not twice.
 
-    Flattened batches hold none (see ``prepare.fill_rows``).
+    Flattened batches hold none (see ``streamed.fill_rows``).
     """
     loader = trainer.accelerator.gradient_state
     if trainer.accelerator.num_processes == 1 or not loader.end_of_dataloader or loader.remainder <= 0:

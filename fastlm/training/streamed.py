@@ -12,9 +12,9 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from ..packing.boundaries import IGNORE_INDEX
-from ..packing.dataset import PER_TOKEN
+from ..packing.dataset import PER_TOKEN, columns_of
 from .step import State
-from .tables import columns_of, cut_rows, row_facts, strip_padding
+from .tables import cut_rows, row_facts, strip_padding
 
 __all__ = ["fill_rows", "tidy_stream"]
 

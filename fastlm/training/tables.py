@@ -10,12 +10,7 @@ import numpy as np
 from ..packing.boundaries import IGNORE_INDEX
 from ..packing.dataset import PER_TOKEN
 
-__all__ = ["columns_of", "cut_rows", "lists_of", "row_facts", "strip_padding"]
-
-
-def columns_of(dataset: Any) -> list[str]:
-    """Of a stream that does not know them: its first row's."""
-    return dataset.column_names or list(next(iter(dataset), {}))
+__all__ = ["cut_rows", "lists_of", "row_facts", "strip_padding"]
 
 
 def lists_of(table: Any, name: str) -> tuple[np.ndarray, np.ndarray]:

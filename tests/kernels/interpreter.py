@@ -9,8 +9,9 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,15 @@ def assert_three_way(
             f"tensor {index} {ours.dtype}: errors up to {float(error.max()):.3g}, torch's own up to "
             f"{float(torch_error):.3g}; {int((error > bound).sum())} of {error.numel()} beyond the bound"
         )
+
+
+def assert_compiles(
+    run: Callable[[Any], Sequence[Tensor]], function: Any, reference: Any, *, tolerance: float = 1e-5
+) -> None:
+    """torch.compile takes the function as one graph, and `run` makes of it what it makes of the reference."""
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for ours, expected in zip(run(compiled), run(reference), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
 
 def double_leaf(tensor: Tensor) -> Tensor:

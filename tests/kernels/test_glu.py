@@ -13,6 +13,7 @@ from fastlm.kernels.glu import ACTIVATIONS, glu, glu_packed, glu_packed_referenc
 from .interpreter import (
     DEVICE,
     DTYPES,
+    assert_compiles,
     assert_three_way,
     cpu_path_test,
     double_leaf,
@@ -242,11 +243,7 @@ def test_cpu_path_equals_transformers_bit_by_bit(stock: str, activation: str, dt
 @cpu_path_test
 def test_compiles_without_a_graph_break() -> None:
     inputs, dout = [leaf(5, 96), leaf(5, 96)], leaf(5, 96)
-    compiled = torch.compile(glu, backend="aot_eager", fullgraph=True)
-    for ours, expected in zip(
-        both_ways(compiled, inputs, dout, "silu"), both_ways(glu_reference, inputs, dout, "silu"), strict=True
-    ):
-        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+    assert_compiles(lambda f: both_ways(f, inputs, dout, "silu"), glu, glu_reference, tolerance=1e-6)
 
 
 def test_errors_say_what_to_do() -> None:

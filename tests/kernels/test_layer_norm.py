@@ -13,6 +13,7 @@ from fastlm.kernels.layer_norm import layer_norm, layer_norm_reference
 from .interpreter import (
     DEVICE,
     DTYPES,
+    assert_compiles,
     assert_three_way,
     cpu_path_test,
     double_leaf,
@@ -175,11 +176,7 @@ def test_cpu_path_equals_transformers_bit_by_bit(
 @cpu_path_test
 def test_compiles_without_a_graph_break() -> None:
     x, weight, dy = leaf(5, 96), leaf(96), leaf(5, 96)
-    compiled = torch.compile(layer_norm, backend="aot_eager", fullgraph=True)
-    for ours, expected in zip(
-        both_ways(compiled, x, weight, dy), both_ways(layer_norm_reference, x, weight, dy), strict=True
-    ):
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    assert_compiles(lambda f: both_ways(f, x, weight, dy), layer_norm, layer_norm_reference)
 
 
 def test_errors_say_what_to_do() -> None:

@@ -15,6 +15,7 @@ from fastlm.kernels.rope import rope_reference
 from .interpreter import (
     DEVICE,
     DTYPES,
+    assert_compiles,
     assert_three_way,
     cpu_path_test,
     double_leaf,
@@ -348,11 +349,7 @@ def test_tables_that_require_grad_get_it() -> None:
 def test_compiles_without_a_graph_break() -> None:
     inputs = random_inputs((1, 3, 2, 1, 16, 16))
     incoming = [torch.randn_like(tensor) for tensor in inputs[:2]]
-    compiled = torch.compile(norm_rope, backend="aot_eager", fullgraph=True)
-    for ours, expected in zip(
-        both_ways(compiled, inputs, incoming), both_ways(norm_rope_reference, inputs, incoming), strict=True
-    ):
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    assert_compiles(lambda f: both_ways(f, inputs, incoming), norm_rope, norm_rope_reference)
 
 
 def test_errors_say_what_to_do() -> None:

@@ -12,6 +12,7 @@ from fastlm.kernels.rope import LAYOUTS, rope, rope_bwd, rope_reference
 
 from .interpreter import (
     DEVICE,
+    assert_compiles,
     assert_three_way,
     cpu_path_test,
     double_leaf,
@@ -312,11 +313,7 @@ def test_compiles_without_a_graph_break() -> None:
     q, k = leaf(1, 3, 2, 16), leaf(1, 3, 1, 16)
     inputs = [q, k, *random_tables(1, 3, 16, "half", torch.float32)]
     incoming = [torch.randn_like(q), torch.randn_like(k)]
-    compiled = torch.compile(rope, backend="aot_eager", fullgraph=True)
-    for ours, expected in zip(
-        both_ways(compiled, inputs, incoming), both_ways(rope_reference, inputs, incoming), strict=True
-    ):
-        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+    assert_compiles(lambda f: both_ways(f, inputs, incoming), rope, rope_reference, tolerance=1e-6)
 
 
 def test_errors_say_what_to_do() -> None:

@@ -10,16 +10,10 @@ from torch import Tensor
 import fastlm
 from fastlm.models import checkpointing
 from tests.models.batches import LAYOUTS, loss_and_gradients, samples, target_count
-from tests.tiny import FAMILIES, add_lora, tiny_model
+from tests.tiny import FAMILIES, add_lora, enable_checkpointing, tiny_model
 
 ROWS = samples()
 COUNT = target_count(ROWS)
-
-
-def enable(model, **kwargs):
-    core = model.get_base_model() if hasattr(model, "get_base_model") else model
-    name = "activation_checkpointing_enable" if hasattr(core, "activation_checkpointing_enable") else None
-    getattr(core, name or "gradient_checkpointing_enable")(**kwargs)
 
 
 def kept(model, layout: str) -> int:
@@ -44,7 +38,7 @@ def test_recomputed_gradients_are_the_same_bits(family, lora, layout):
     model = add_lora(model) if lora else model
     fastlm.patch(model)
     loss, gradients = loss_and_gradients(model, LAYOUTS[layout](ROWS), COUNT)
-    enable(model)
+    enable_checkpointing(model)
     again, recomputed = loss_and_gradients(model, LAYOUTS[layout](ROWS), COUNT)
     assert again == loss and gradients.keys() == recomputed.keys() and gradients
     assert all(torch.equal(recomputed[n], gradients[n]) for n in gradients)
@@ -55,7 +49,7 @@ def test_layers_keep_their_input_alone():
     for layers in (1, 5):
         model = add_lora(tiny_model("llama", num_hidden_layers=layers))
         fastlm.patch(model)
-        enable(model)
+        enable_checkpointing(model)
         kept_by[layers] = kept(model, "flattened")
     tokens = sum(len(row["input_ids"]) for row in ROWS)
     assert kept_by[5] - kept_by[1] == 4 * tokens * 64  # hidden_size
@@ -73,7 +67,7 @@ def runs(monkeypatch):
 def test_ours_recomputes_and_stock_takes_over_after_unpatch(runs):
     model = add_lora(tiny_model("llama"))
     fastlm.patch(model)
-    enable(model)
+    enable_checkpointing(model)
     loss, gradients = loss_and_gradients(model, LAYOUTS["padded"](ROWS), COUNT)
     assert len(runs) == 2  # layers
     fastlm.unpatch(model)
@@ -87,7 +81,7 @@ def test_the_down_product_is_left_out_of_the_second_run(monkeypatch):
 
     model = add_lora(tiny_model("llama"))
     fastlm.patch(model)
-    enable(model)
+    enable_checkpointing(model)
     widths = []
     original = lora._project
     monkeypatch.setattr(lora, "_project", lambda x, *rest: widths.append(x.shape[1]) or original(x, *rest))
@@ -100,7 +94,7 @@ def test_dropout_draws_the_same_numbers_again():
     fastlm.patch(model)
     torch.manual_seed(0)
     _, gradients = loss_and_gradients(model, LAYOUTS["flattened"](ROWS), COUNT)
-    enable(model)
+    enable_checkpointing(model)
     torch.manual_seed(0)
     _, recomputed = loss_and_gradients(model, LAYOUTS["flattened"](ROWS), COUNT)
     assert all(torch.equal(recomputed[n], gradients[n]) for n in gradients)
@@ -123,7 +117,7 @@ def test_autocast_is_restored():
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     gradients = step()
-    enable(model)
+    enable_checkpointing(model)
     recomputed = step()
     assert all(torch.equal(recomputed[n], gradients[n]) for n in gradients) and gradients
 
@@ -131,7 +125,7 @@ def test_autocast_is_restored():
 def test_a_users_own_function_stays():
     model = tiny_model("llama")
     fastlm.patch(model)
-    enable(model)
+    enable_checkpointing(model)
     calls = []
 
     def mine(run, *args):
@@ -147,7 +141,7 @@ def test_a_users_own_function_stays():
 def test_an_error_in_the_second_run_leaves_the_layer_as_it_was(monkeypatch):
     model = add_lora(tiny_model("llama"))
     fastlm.patch(model)
-    enable(model)
+    enable_checkpointing(model)
     model.train()
     loss = model(**LAYOUTS["flattened"](ROWS)[0], use_cache=False).loss
     monkeypatch.setattr("fastlm.models.layers.add_rms_norm", lambda *a, **k: (_ for _ in ()).throw(MemoryError("full")))
@@ -172,7 +166,7 @@ def test_what_a_hook_sees_takes_a_gradient_and_is_the_true_output(at):
         model = tiny_model("llama")
         if ours:
             fastlm.patch(model)
-        enable(model)
+        enable_checkpointing(model)
         seen = []
         module = model.get_submodule(f"model.layers.0{at}")
         module.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output))
@@ -190,7 +184,7 @@ def test_a_mask_that_takes_a_gradient_gets_it():
         model = tiny_model("llama", attention="eager")
         if ours:
             fastlm.patch(model)
-        enable(model)
+        enable_checkpointing(model)
         mask = torch.full((1, 1, 6, 6), -1e9).triu(1).requires_grad_()
         step(model, lambda: 0.0, input_ids=torch.arange(3, 9)[None], attention_mask=mask)
         gradients.append(mask.grad)
@@ -201,7 +195,7 @@ def test_a_mask_that_takes_a_gradient_gets_it():
 def test_a_layer_called_by_hand(named):
     model = tiny_model("llama")
     fastlm.patch(model)
-    enable(model)
+    enable_checkpointing(model)
     model.train()
     model(input_ids=torch.arange(3, 9)[None], use_cache=False)  # puts our function on the layers
     hidden = torch.randn(1, 6, 64, requires_grad=True)
@@ -219,7 +213,7 @@ def test_a_layer_called_by_hand(named):
 def test_layers_that_fsdp_manages_are_left_to_torch(runs):
     model = tiny_model("llama")
     fastlm.patch(model)
-    enable(model)
+    enable_checkpointing(model)
     model.model.layers[1]._is_fsdp_managed_module = True  # its parameters are views of FSDP's while it runs
     loss_and_gradients(model, LAYOUTS["flattened"](ROWS), COUNT)
     assert len(runs) == 1
@@ -228,7 +222,7 @@ def test_layers_that_fsdp_manages_are_left_to_torch(runs):
 def test_copies_and_pickles_recompute_too(runs):
     model = tiny_model("llama")
     fastlm.patch(model)
-    enable(model)
+    enable_checkpointing(model)
     loss, gradients = loss_and_gradients(model, LAYOUTS["padded"](ROWS), COUNT)
     again, copied = loss_and_gradients(copy.deepcopy(model), LAYOUTS["padded"](ROWS), COUNT)
     assert again == loss and all(torch.equal(copied[n], gradients[n]) for n in gradients) and len(runs) == 4

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 import fastlm
 from tests.models.batches import LAYOUTS, samples, target_count
 from tests.ranks import finish_rank
-from tests.tiny import add_lora, tiny_model
+from tests.tiny import add_lora, enable_checkpointing, tiny_model
 
 ROWS = samples((9, 4, 14, 5))
 
@@ -33,7 +33,7 @@ def _rank(rank: int, port: int, results) -> None:
     model = add_lora(tiny_model("qwen3"))
     fastlm.patch(model)
     core = model.get_base_model()  # recomputes here, and not in the one process that this is compared with
-    getattr(core, "activation_checkpointing_enable", core.gradient_checkpointing_enable)()
+    enable_checkpointing(core)
     for layer in core.model.layers:
         fully_shard(layer)
     fully_shard(model)
