@@ -15,7 +15,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .launch import as_rows, device_guard, exp_accurate, long_indexing, next_power_of_2, tl, triton, use_triton
+from .launch import (
+    as_rows,
+    device_guard,
+    exp_accurate,
+    exponential,
+    long_indexing,
+    next_power_of_2,
+    row_offset,
+    tl,
+    triton,
+    use_triton,
+)  # fmt: skip
 
 __all__ = ["ACTIVATIONS", "GluFunction", "PackedGluFunction", "glu", "glu_bwd", "glu_fwd", "glu_packed",
            "glu_packed_reference", "glu_reference"]  # fmt: skip
@@ -30,31 +41,35 @@ WARPS = 4
 
 
 @triton.jit
-def _sigmoid(z):
-    """sigmoid(z) and 1 - sigmoid(z), both to a few ulps: no overflow and no cancellation."""
-    decay = exp_accurate(-tl.abs(z))
-    large = 1.0 / (1.0 + decay)
-    small = decay * large
-    return tl.where(z >= 0, large, small), tl.where(z >= 0, small, large)
+def _sigmoid(z, ACCURATE: tl.constexpr):
+    """sigmoid(z) and 1 - sigmoid(z): ACCURATE to a few ulps of each, else to an ulp of 1, for half the instructions."""
+    if ACCURATE:
+        decay = exp_accurate(-tl.abs(z))
+        large = 1.0 / (1.0 + decay)
+        small = decay * large
+        return tl.where(z >= 0, large, small), tl.where(z >= 0, small, large)
+    else:
+        sigmoid = 1.0 / (1.0 + tl.exp(-z))
+        return sigmoid, 1.0 - sigmoid
 
 
 @triton.jit
-def _activation(gate, ACTIVATION: tl.constexpr):
+def _activation(gate, ACTIVATION: tl.constexpr, ACCURATE: tl.constexpr):
     """act(gate) and its derivative, fp32; what the caller drops is not computed."""
     if ACTIVATION == "silu":
-        sigmoid, rest = _sigmoid(gate)
+        sigmoid, rest = _sigmoid(gate, ACCURATE)
         activated = gate * sigmoid
         derivative = sigmoid * (1.0 + gate * rest)
     elif ACTIVATION == "gelu_tanh":
         # 0.5 (1 + tanh u) = sigmoid(2u), u = sqrt(2/pi) (g + 0.044715 g^3)
         square = gate * gate
-        sigmoid, rest = _sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * square))
+        sigmoid, rest = _sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * square), ACCURATE)
         activated = gate * sigmoid
         derivative = sigmoid * (1.0 + gate * rest * 1.5957691216057308 * (1.0 + 0.134145 * square))
     else:
         normal = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
         activated = gate * normal
-        derivative = normal + gate * 0.3989422804014327 * exp_accurate(-0.5 * gate * gate)
+        derivative = normal + gate * 0.3989422804014327 * exponential(-0.5 * gate * gate, ACCURATE)
     return activated, derivative
 
 
@@ -72,18 +87,19 @@ def _glu_forward_kernel(
     gate_pointer, up_pointer, out_pointer, inner,
     gate_outer_stride, gate_inner_stride, up_outer_stride, up_inner_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMN_BLOCKS: tl.constexpr,
-    ACTIVATION: tl.constexpr, SATURATE: tl.constexpr, LONG_INDEXING: tl.constexpr,
+    ACTIVATION: tl.constexpr, ACCURATE: tl.constexpr, SATURATE: tl.constexpr, FLAT: tl.constexpr,
+    LONG_INDEXING: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) // COLUMN_BLOCKS
     column = tl.program_id(0) % COLUMN_BLOCKS * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     if LONG_INDEXING:
         row = row.to(tl.int64)
     mask = column < WIDTH
-    gate_row = gate_pointer + (row // inner) * gate_outer_stride + (row % inner) * gate_inner_stride
-    up_row = up_pointer + (row // inner) * up_outer_stride + (row % inner) * up_inner_stride
+    gate_row = gate_pointer + row_offset(row, inner, gate_outer_stride, gate_inner_stride, FLAT)
+    up_row = up_pointer + row_offset(row, inner, up_outer_stride, up_inner_stride, FLAT)
     gate = tl.load(gate_row + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_row + column, mask=mask, other=0.0).to(tl.float32)
-    activated, _derivative = _activation(gate, ACTIVATION)
+    activated, _derivative = _activation(gate, ACTIVATION, ACCURATE)
     out = _saturated(activated * up, SATURATE)
     tl.store(out_pointer + row * WIDTH + column, out.to(out_pointer.dtype.element_ty), mask=mask)
 
@@ -94,20 +110,21 @@ def _glu_backward_kernel(
     dout_outer_stride, dout_inner_stride, gate_outer_stride, gate_inner_stride,
     up_outer_stride, up_inner_stride, gradient_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMN_BLOCKS: tl.constexpr,
-    ACTIVATION: tl.constexpr, SATURATE: tl.constexpr, REBUILD: tl.constexpr, LONG_INDEXING: tl.constexpr,
+    ACTIVATION: tl.constexpr, ACCURATE: tl.constexpr, SATURATE: tl.constexpr, REBUILD: tl.constexpr,
+    FLAT: tl.constexpr, LONG_INDEXING: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) // COLUMN_BLOCKS
     column = tl.program_id(0) % COLUMN_BLOCKS * BLOCK + tl.arange(0, BLOCK)
     if LONG_INDEXING:
         row = row.to(tl.int64)
     mask = column < WIDTH
-    dout_row = dout_pointer + (row // inner) * dout_outer_stride + (row % inner) * dout_inner_stride
-    gate_row = gate_pointer + (row // inner) * gate_outer_stride + (row % inner) * gate_inner_stride
-    up_row = up_pointer + (row // inner) * up_outer_stride + (row % inner) * up_inner_stride
+    dout_row = dout_pointer + row_offset(row, inner, dout_outer_stride, dout_inner_stride, FLAT)
+    gate_row = gate_pointer + row_offset(row, inner, gate_outer_stride, gate_inner_stride, FLAT)
+    up_row = up_pointer + row_offset(row, inner, up_outer_stride, up_inner_stride, FLAT)
     dout = tl.load(dout_row + column, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_row + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_row + column, mask=mask, other=0.0).to(tl.float32)
-    activated, derivative = _activation(gate, ACTIVATION)
+    activated, derivative = _activation(gate, ACTIVATION, ACCURATE)
     if REBUILD:
         out = _saturated(activated * up, SATURATE)
         tl.store(out_pointer + row * WIDTH + column, out.to(out_pointer.dtype.element_ty), mask=mask)
@@ -127,13 +144,14 @@ def glu_fwd(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
     if gate.numel() == 0:
         return out
-    gate, up = as_rows(gate), as_rows(up)  # [outer, inner, I]
+    gate, up = as_rows(gate, up)  # [outer, inner, I]
     with device_guard(gate):
         width, block, column_blocks = _columns(gate)
         _glu_forward_kernel[(gate.shape[0] * gate.shape[1] * column_blocks,)](
             gate, up, out, gate.shape[1], gate.stride(0), gate.stride(1), up.stride(0), up.stride(1),
             WIDTH=width, BLOCK=block, COLUMN_BLOCKS=column_blocks, ACTIVATION=activation,
-            SATURATE=dtype == torch.float16, LONG_INDEXING=long_indexing(gate, up, out), num_warps=WARPS,
+            ACCURATE=dtype == torch.float32, SATURATE=dtype == torch.float16, FLAT=gate.shape[1] == 1,
+            LONG_INDEXING=long_indexing(gate, up, out), num_warps=WARPS,
         )  # fmt: skip
     return out
 
@@ -144,20 +162,21 @@ def glu_bwd(
     """Writes the gradients into dgate and dup [..., I]: contiguous, or the halves of one packed tensor.
 
     out: contiguous [..., I], filled with the forward's result in the same pass, so that nobody has to keep it.
+    Each may be the memory of an input of its shape: an element is read before anything is written in its place.
     """
     if gate.numel() == 0:
         return
-    dout, gate, up = as_rows(dout), as_rows(gate), as_rows(up)
+    dout, gate, up = as_rows(dout, gate, up)
     dgate, dup = (gradient.view(-1, gradient.shape[-1]) for gradient in (dgate, dup))
-    saturate = torch.promote_types(gate.dtype, up.dtype) == torch.float16
+    dtype = torch.promote_types(gate.dtype, up.dtype)
     with device_guard(gate):
         width, block, column_blocks = _columns(gate)
         _glu_backward_kernel[(gate.shape[0] * gate.shape[1] * column_blocks,)](
             dout, gate, up, dgate, dup, dgate if out is None else out, gate.shape[1], dout.stride(0), dout.stride(1),
             gate.stride(0), gate.stride(1), up.stride(0), up.stride(1), dgate.stride(0),
             WIDTH=width, BLOCK=block, COLUMN_BLOCKS=column_blocks, ACTIVATION=activation,
-            SATURATE=saturate, REBUILD=out is not None,
-            LONG_INDEXING=long_indexing(dout, gate, up, dgate, dup), num_warps=WARPS,
+            ACCURATE=dtype == torch.float32, SATURATE=dtype == torch.float16, REBUILD=out is not None,
+            FLAT=gate.shape[1] == 1, LONG_INDEXING=long_indexing(dout, gate, up, dgate, dup), num_warps=WARPS,
         )  # fmt: skip
 
 

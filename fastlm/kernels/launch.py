@@ -16,10 +16,14 @@ __all__ = [
     "as_rows",
     "device_guard",
     "exp_accurate",
+    "exponential",
     "interpreting",
     "long_indexing",
+    "looping_programs",
     "multiprocessor_count",
     "next_power_of_2",
+    "resident_programs",
+    "row_offset",
     "tl",
     "triton",
     "use_triton",
@@ -60,6 +64,24 @@ def exp_accurate(x):
     return tl.exp2(n) * tl.exp(x - n * 0.693359375 + n * 2.12194440054690581e-4)
 
 
+@triton.jit
+def exponential(x, ACCURATE: tl.constexpr):
+    """exp(x): `exp_accurate`, or off by |x| 6e-8 of it, which 16-bit operands do not show, in a fifth of the time."""
+    if ACCURATE:
+        return exp_accurate(x)
+    else:
+        return tl.exp(x)
+
+
+@triton.jit
+def row_offset(row, inner, outer_stride, inner_stride, FLAT: tl.constexpr):
+    """Where a row of what `as_rows` gives begins; FLAT: inner is 1, which saves two divisions."""
+    if FLAT:
+        return row * outer_stride
+    else:
+        return (row // inner) * outer_stride + (row % inner) * inner_stride
+
+
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INT32_MAX = 2**31 - 1
 
@@ -94,6 +116,8 @@ def long_indexing(*tensors: Tensor) -> bool:
     Counts index times stride, not elements: a view that picks few rows far apart is large too.
     """
     for tensor in tensors:
+        if tensor.untyped_storage().nbytes() <= _INT32_MAX:  # nothing in it lies further away
+            continue
         extent = 1
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
             extent += max(size - 1, 0) * stride
@@ -102,16 +126,23 @@ def long_indexing(*tensors: Tensor) -> bool:
     return False
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """View x [..., H] as [outer, inner, H] with contiguous last dimension; x must not be empty.
+def as_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """View each x [..., H], all of one shape, as [outer, inner, H] with contiguous last dimension; none may be empty.
 
-    Two leading dimensions with any strides cover [B, T, H], and [B, T, heads, D] inside a packed projection.
-    Copies only what does not fit that: a strided last dimension, or three leading ones that do not collapse
-    into two.
+    Two leading dimensions with any strides cover [B, T, H], and [B, T, heads, D] inside a packed projection;
+    where one covers all tensors, inner is 1. Copies only what does not fit that: a strided last dimension, or
+    three leading ones that do not collapse into two.
     """
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
-        x = x.contiguous()
-    return x.reshape(-1, x.shape[-2] if x.dim() > 1 else 1, x.shape[-1])
+    if all(x.is_contiguous() for x in tensors):
+        return tuple(x.view(-1, 1, x.shape[-1]) for x in tensors)
+    views = []
+    for x in tensors:
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            x = x.contiguous()
+        views.append(x.reshape(-1, x.shape[-2] if x.dim() > 1 else 1, x.shape[-1]))
+    if all(x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in views):
+        return tuple(x.flatten(0, 1).unsqueeze(1) for x in views)
+    return tuple(views)
 
 
 def device_guard(tensor: Tensor) -> AbstractContextManager[Any]:
@@ -125,6 +156,22 @@ def multiprocessor_count(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+# Of a program that loops, at 128 registers a thread. With twice as many programs the norm's weight gradient took two
+# waves: 0.147 ms for 16,384 x 4,096, where 0.099 ms did without it (H200).
+RESIDENT_WARPS = 16
+TURNS = 4  # of the loop of a program that sums, at least: each costs a row of partial sums, written and read
+
+
+def resident_programs(warps: int, device: torch.device) -> int:
+    """Programs of so many warps that loop over their work: as many as a GPU holds at once."""
+    return RESIDENT_WARPS // warps * multiprocessor_count(device)
+
+
+def looping_programs(block_count: int, warps: int, device: torch.device) -> int:
+    """Programs that share block_count blocks between them, for a weight gradient."""
+    return min(triton.cdiv(block_count, TURNS), resident_programs(warps, device))
 
 
 def next_power_of_2(n: int) -> int:

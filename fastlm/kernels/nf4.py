@@ -16,35 +16,52 @@ from .launch import device_guard, long_indexing, next_power_of_2, tl, triton, us
 
 __all__ = ["NF4Weight", "dequantize"]
 
-BYTES = 1024  # packed bytes a program: 2,048 values, 16 a thread with 4 warps
+WORDS = 256  # of eight values a program: two a thread. 84% of a copy's bandwidth on an H200, where bytes reach 64%
 WARPS = 4
 
 
 @triton.jit
+def _nibble(code_ptr, word, NUMBER: tl.constexpr):
+    """The code of a word's value NUMBER: bytes come in order, the high nibble of each first."""
+    return tl.load(code_ptr + ((word >> (NUMBER // 2 * 8 + 4 - NUMBER % 2 * 4)) & 15))
+
+
+@triton.jit
 def _dequantize_kernel(
-    packed_ptr, code_ptr, absmax_ptr, code2_ptr, absmax2_ptr, offset_ptr, out_ptr, count,
-    BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, NESTED: tl.constexpr, BYTES: tl.constexpr,
+    word_ptr, code_ptr, absmax_ptr, code2_ptr, absmax2_ptr, offset_ptr, out_ptr, word_count,
+    BLOCKSIZE: tl.constexpr, BLOCKSIZE2: tl.constexpr, NESTED: tl.constexpr, WORDS: tl.constexpr,
     LONG_INDEXING: tl.constexpr,
 ):  # fmt: skip
-    """packed [count / 2] uint8 -> out [count]."""
+    """Packed values as [word_count] int32 -> out [8 * word_count]. A word lies in one block: its scale is read once."""
     program = tl.program_id(0)
     if LONG_INDEXING:
         program = program.to(tl.int64)
-    byte = program * BYTES + tl.arange(0, BYTES)
-    inside = byte * 2 < count
-    packed = tl.load(packed_ptr + byte, mask=inside, other=0).to(tl.int32)
-    block = byte // (BLOCKSIZE // 2)
+    number = program * WORDS + tl.arange(0, WORDS)
+    inside = number < word_count
+    word = tl.load(word_ptr + number, mask=inside, other=0)
+    block = number // (BLOCKSIZE // 8)
     if NESTED:
         level = tl.load(absmax_ptr + block, mask=inside, other=0).to(tl.int32)
         scale = tl.load(code2_ptr + level) * tl.load(absmax2_ptr + block // BLOCKSIZE2, mask=inside, other=0.0)
         scale = scale + tl.load(offset_ptr)
     else:
         scale = tl.load(absmax_ptr + block, mask=inside, other=0.0)
-    high = tl.load(code_ptr + (packed >> 4)) * scale
-    low = tl.load(code_ptr + (packed & 15)) * scale
-    values = tl.interleave(high, low)  # [2 * BYTES]
-    position = program * (2 * BYTES) + tl.arange(0, 2 * BYTES)
-    tl.store(out_ptr + position, values.to(out_ptr.dtype.element_ty), mask=position < count)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    even04 = tl.interleave(
+        (_nibble(code_ptr, word, 0) * scale).to(dtype), (_nibble(code_ptr, word, 4) * scale).to(dtype)
+    )
+    even26 = tl.interleave(
+        (_nibble(code_ptr, word, 2) * scale).to(dtype), (_nibble(code_ptr, word, 6) * scale).to(dtype)
+    )
+    odd15 = tl.interleave(
+        (_nibble(code_ptr, word, 1) * scale).to(dtype), (_nibble(code_ptr, word, 5) * scale).to(dtype)
+    )
+    odd37 = tl.interleave(
+        (_nibble(code_ptr, word, 3) * scale).to(dtype), (_nibble(code_ptr, word, 7) * scale).to(dtype)
+    )
+    values = tl.interleave(tl.interleave(even04, even26), tl.interleave(odd15, odd37))  # [8 * WORDS]
+    position = program * (8 * WORDS) + tl.arange(0, 8 * WORDS)
+    tl.store(out_ptr + position, values, mask=position < word_count * 8)
 
 
 def dequantize(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
@@ -57,19 +74,20 @@ def dequantize(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     count = state.shape.numel()
     nested = state.nested
     kernel_takes = (
-        use_triton(data, state.absmax) and dtype == state.dtype and count % 2 == 0
-        and (not nested or (state.state2.blocksize & (state.state2.blocksize - 1)) == 0)
+        use_triton(data, state.absmax) and dtype == state.dtype and count % 8 == 0 and state.blocksize % 8 == 0
+        and data.data_ptr() % 4 == 0 and (not nested or (state.state2.blocksize & (state.state2.blocksize - 1)) == 0)
     )  # fmt: skip
     if not kernel_takes:
         return dequantize_reference(packed, state, dtype)
     out = torch.empty(state.shape, dtype=dtype, device=data.device)
     absmax2 = state.state2.absmax if nested else state.absmax
     code2 = state.state2.code if nested else state.code
-    block = min(BYTES, next_power_of_2(count // 2))
+    words = data.view(torch.int32)
+    block = min(WORDS, next_power_of_2(count // 8))
     with device_guard(data):
-        _dequantize_kernel[(triton.cdiv(count // 2, block),)](
-            data, state.code, state.absmax, code2, absmax2, state.offset if nested else state.absmax, out, count,
-            BLOCKSIZE=state.blocksize, BLOCKSIZE2=state.state2.blocksize if nested else 1, NESTED=nested, BYTES=block,
+        _dequantize_kernel[(triton.cdiv(count // 8, block),)](
+            words, state.code, state.absmax, code2, absmax2, state.offset if nested else state.absmax, out, count // 8,
+            BLOCKSIZE=state.blocksize, BLOCKSIZE2=state.state2.blocksize if nested else 1, NESTED=nested, WORDS=block,
             LONG_INDEXING=long_indexing(out), num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip  # fused multiply-add would round once where bitsandbytes rounds twice
     return out

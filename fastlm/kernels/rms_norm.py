@@ -14,9 +14,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import as_rows, device_guard, long_indexing, multiprocessor_count, next_power_of_2, tl, triton, use_triton
+from .launch import (
+    as_rows,
+    device_guard,
+    long_indexing,
+    looping_programs,
+    next_power_of_2,
+    row_offset,
+    tl,
+    triton,
+    use_triton,
+)
 
-__all__ = ["RMSNormFunction", "RMSNormOptions", "add_rms_norm", "check_norm", "looping_programs", "rms_norm",
+__all__ = ["RMSNormFunction", "RMSNormOptions", "add_rms_norm", "check_norm", "rms_norm",
            "rms_norm_add", "rms_norm_bwd", "rms_norm_fwd", "rms_norm_reference", "sum_partials"]  # fmt: skip
 
 
@@ -41,30 +51,19 @@ class _Launch:
     stages: int = 1  # of rows in flight: a program that loops loads the next ones while it works on one
 
     @classmethod
-    def of(cls, width: int) -> "_Launch":
+    def of(cls, width: int, elements: int = 4096) -> "_Launch":
+        """For programs that take one turn; short rows share one of so many elements."""
         block = next_power_of_2(width)
-        warps = 4 if block <= 2048 else 8 if block <= 4096 else 16  # 16 to 32 fp32 values of x a thread
-        return cls(block, max(1, min(32, 4096 // block)), warps)
+        return cls(block, max(1, min(64, elements // block)), 8 if block <= 8192 else 16)
 
     @classmethod
     def looping(cls, width: int, element_size: int) -> "_Launch":
-        """For the weight gradient: 16 elements a thread, whose sums, x, dy and w fill 128 registers (sm_90)."""
+        """For the weight gradient and long rows: 16 elements a thread, whose sums, x, dy and w fill 128 registers."""
         block = next_power_of_2(width)
         rows = max(1, min(32, 2048 // block))
         # at most 96 KiB of x, dy and dsummed in shared memory: an sm_86 has 99
         stages = 1 + min(2, 32 * 1024 // (block * rows * element_size))
         return cls(block, rows, max(4, min(16, block * rows // 512)), stages)
-
-
-# Programs that loop: as many as are resident at 128 registers a thread. Twice as many took two waves, 0.147 ms for
-# 16,384 x 4,096, where 0.099 ms did without the weight gradient (H200).
-WARPS_PER_MULTIPROCESSOR = 16
-TURNS = 4  # of a program's loop, at least: each program costs a row of partial sums, written and read
-
-
-def looping_programs(block_count: int, warps: int, device: torch.device) -> int:
-    """Programs that share block_count blocks between them, for a weight gradient."""
-    return min(triton.cdiv(block_count, TURNS), WARPS_PER_MULTIPROCESSOR // warps * multiprocessor_count(device))
 
 
 @triton.jit
@@ -85,7 +84,8 @@ def _rms_norm_forward_kernel(
     x_pointer, residual_pointer, weight_pointer, y_pointer, summed_pointer, statistics_pointer, row_count, inner,
     x_outer_stride, x_inner_stride, residual_outer_stride, residual_inner_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WEIGHT_ROWS: tl.constexpr, OFFSET: tl.constexpr,
-    CAST_BEFORE_SCALE: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr, LONG_INDEXING: tl.constexpr,
+    CAST_BEFORE_SCALE: tl.constexpr, ADD: tl.constexpr, CENTRED: tl.constexpr, FLAT: tl.constexpr,
+    LONG_INDEXING: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     if LONG_INDEXING:
@@ -94,25 +94,25 @@ def _rms_norm_forward_kernel(
     row_mask = row < row_count
     column_mask = column < WIDTH
     mask = row_mask[:, None] & column_mask[None, :]
-    x_row = (row // inner) * x_outer_stride + (row % inner) * x_inner_stride
+    x_row = row_offset(row, inner, x_outer_stride, x_inner_stride, FLAT)
     out = row[:, None] * WIDTH + column[None, :]
 
     x_stored = tl.load(x_pointer + x_row[:, None] + column[None, :], mask=mask, other=0.0)  # [ROWS, BLOCK]
+    weight = _load_weight(weight_pointer, row, column, column_mask, WIDTH, WEIGHT_ROWS, OFFSET)
     if ADD != "":
-        residual_row = (row // inner) * residual_outer_stride + (row % inner) * residual_inner_stride
+        residual_row = row_offset(row, inner, residual_outer_stride, residual_inner_stride, FLAT)
         residual = tl.load(residual_pointer + residual_row[:, None] + column[None, :], mask=mask, other=0.0)
     if ADD == "before":  # rounded as torch rounds it; the norm is that of the rounded sum
         x_stored = (x_stored.to(tl.float32) + residual.to(tl.float32)).to(summed_pointer.dtype.element_ty)
         tl.store(summed_pointer + out, x_stored, mask=mask)
     x = x_stored.to(tl.float32)
     if CENTRED:
-        mean = tl.sum(x, axis=1) / WIDTH
+        mean = tl.div_rn(tl.sum(x, axis=1), WIDTH * 1.0)
         tl.store(statistics_pointer + row_count + row, mean, mask=row_mask)
         x = tl.where(mask, x - mean[:, None], 0.0)
-    rstd = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + eps)  # [ROWS]
+    rstd = tl.rsqrt(tl.div_rn(tl.sum(x * x, axis=1), WIDTH * 1.0) + eps)  # [ROWS]
     tl.store(statistics_pointer + row, rstd, mask=row_mask)
 
-    weight = _load_weight(weight_pointer, row, column, column_mask, WIDTH, WEIGHT_ROWS, OFFSET)
     normed = x * rstd[:, None]
     if CAST_BEFORE_SCALE:
         normed = normed.to(x_stored.dtype).to(tl.float32)
@@ -131,7 +131,7 @@ def _rms_norm_backward_kernel(
     dsummed_outer_stride, dsummed_inner_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     WEIGHT_ROWS: tl.constexpr, OFFSET: tl.constexpr, CAST_BEFORE_SCALE: tl.constexpr, ADD: tl.constexpr,
-    CENTRED: tl.constexpr, WEIGHT_GRADIENT: tl.constexpr, LONG_INDEXING: tl.constexpr,
+    CENTRED: tl.constexpr, WEIGHT_GRADIENT: tl.constexpr, FLAT: tl.constexpr, LONG_INDEXING: tl.constexpr,
 ):  # fmt: skip
     # program p takes row blocks p, p + program_count, ...: with xhat = x * rstd and g = dy * w,
     # dx = rstd * (g - xhat * mean(g * xhat)) and dw = sum over rows of dy * xhat;
@@ -150,8 +150,8 @@ def _rms_norm_backward_kernel(
             row = row.to(tl.int64)
         row_mask = row < row_count
         mask = row_mask[:, None] & column_mask[None, :]
-        x_row = (row // inner) * x_outer_stride + (row % inner) * x_inner_stride
-        dy_row = (row // inner) * dy_outer_stride + (row % inner) * dy_inner_stride
+        x_row = row_offset(row, inner, x_outer_stride, x_inner_stride, FLAT)
+        dy_row = row_offset(row, inner, dy_outer_stride, dy_inner_stride, FLAT)
 
         x_stored = tl.load(x_pointer + x_row[:, None] + column[None, :], mask=mask, other=0.0)
         dy = tl.load(dy_pointer + dy_row[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -168,7 +168,7 @@ def _rms_norm_backward_kernel(
             dx -= (tl.sum(scaled, axis=1) / WIDTH)[:, None]
         dx = rstd[:, None] * dx
         if ADD == "before":
-            dsummed_row = (row // inner) * dsummed_outer_stride + (row % inner) * dsummed_inner_stride
+            dsummed_row = row_offset(row, inner, dsummed_outer_stride, dsummed_inner_stride, FLAT)
             dsummed = tl.load(dsummed_pointer + dsummed_row[:, None] + column[None, :], mask=mask, other=0.0)
             dx += dsummed.to(tl.float32)
         dx_address = dx_pointer + row[:, None] * WIDTH + column[None, :]
@@ -226,16 +226,18 @@ def rms_norm_fwd(
     statistics = torch.empty(1 + options.centred, row_count, dtype=torch.float32, device=x.device)
     if x.numel() == 0:
         return y, summed, statistics
-    rows, weight = as_rows(x), weight.contiguous()
-    residual_rows = rows if residual is None else as_rows(residual)
-    launch, width = _Launch.of(x.shape[-1]), x.shape[-1]
+    rows, residual_rows = as_rows(x, x if residual is None else residual)
+    weight = weight.contiguous()
+    width = x.shape[-1]
+    launch = _Launch.of(width, 8192 if width <= 1024 else 4096)
     with device_guard(x):
         _rms_norm_forward_kernel[(triton.cdiv(row_count, launch.rows),)](
             rows, residual_rows, weight, y, summed, statistics, row_count, rows.shape[1],
             rows.stride(0), rows.stride(1), residual_rows.stride(0), residual_rows.stride(1), options.eps,
             WIDTH=width, BLOCK=launch.block, ROWS=launch.rows, WEIGHT_ROWS=weight.numel() // width,
             OFFSET=options.offset, CAST_BEFORE_SCALE=options.cast_before_scale, ADD=options.add,
-            CENTRED=options.centred, LONG_INDEXING=long_indexing(rows, residual_rows, y), num_warps=launch.warps,
+            CENTRED=options.centred, FLAT=rows.shape[1] == 1,
+            LONG_INDEXING=long_indexing(rows, residual_rows, y), num_warps=launch.warps,
         )  # fmt: skip
     return y, summed, statistics
 
@@ -249,16 +251,18 @@ def rms_norm_bwd(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return dx, torch.zeros_like(weight) if weight_gradient else None
-    x_rows, dy_rows, weight = as_rows(x), as_rows(dy), weight.contiguous()
-    dsummed_rows = dy_rows if dsummed is None else as_rows(dsummed)
+    x_rows, dy_rows, dsummed_rows = as_rows(x, dy, dy if dsummed is None else dsummed)
+    weight = weight.contiguous()
     launch, row_count, weight_rows = _Launch.of(width), statistics.shape[1], weight.numel() // width
     partial = dx  # never written without WEIGHT_GRADIENT
-    if weight_gradient:
+    loops = weight_gradient or width > 4096  # 8,192 columns: 0.204 ms where a turn a program takes 0.272 (H200)
+    if loops:
         launch = _Launch.looping(width, max(x.element_size(), dy.element_size()))
     programs = triton.cdiv(row_count, launch.rows)
-    if weight_gradient:
+    if loops:
         turn = weight_rows // gcd(weight_rows, launch.rows)  # programs whose lanes cover whole weights
         programs = triton.cdiv(looping_programs(programs, launch.warps, x.device), turn) * turn
+    if weight_gradient:
         partial_rows = programs if weight_rows == 1 else programs * launch.rows // weight_rows
         partial = torch.empty(partial_rows, weight.numel(), dtype=torch.float32, device=x.device)
     with device_guard(x):
@@ -269,7 +273,8 @@ def rms_norm_bwd(
             WIDTH=width, BLOCK=launch.block, ROWS=launch.rows, STAGES=launch.stages, WEIGHT_ROWS=weight_rows,
             OFFSET=options.offset, CAST_BEFORE_SCALE=options.cast_before_scale,
             ADD="" if dsummed is None else "before", CENTRED=options.centred, WEIGHT_GRADIENT=weight_gradient,
-            LONG_INDEXING=long_indexing(x_rows, dy_rows, dsummed_rows, dx), num_warps=launch.warps,
+            FLAT=x_rows.shape[1] == 1, LONG_INDEXING=long_indexing(x_rows, dy_rows, dsummed_rows, dx),
+            num_warps=launch.warps,
         )  # fmt: skip
     return dx, sum_partials(partial, weight.dtype).view(weight.shape) if weight_gradient else None
 

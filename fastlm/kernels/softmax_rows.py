@@ -16,12 +16,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .launch import device_guard, exp_accurate, long_indexing, next_power_of_2, tl, triton, use_triton
+from .launch import device_guard, exp_accurate, exponential, long_indexing, next_power_of_2, tl, triton, use_triton
 
 __all__ = ["IGNORED", "RowLoss", "RowStatistics", "cross_entropy_rows", "cross_entropy_rows_reference"]
 
 IGNORED = -100  # target of a row that has no loss
-_LARGEST_BLOCK = 4096  # 16 logits a thread with 8 warps
+# Logits that a program takes in a step, and its warps (H200: 82% and 62% of a copy's bandwidth)
+_LARGEST_BLOCK, _WARPS = 8192, 8
+_LARGEST_CAPPED_BLOCK, _CAPPED_WARPS = 4096, 16  # fp32 too
+_LARGEST_BOUND = 40.0  # exp(-2 * 40) is far above the smallest fp32
 
 
 @dataclass(frozen=True)
@@ -61,19 +64,29 @@ class RowStatistics:
 
 
 @triton.jit
-def _transform(x, logit_scale, softcap, temperature, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr):
-    """Raw logits to z."""
+def _transform(
+    x, logit_scale, softcap, temperature,
+    HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, ACCURATE: tl.constexpr,
+):  # fmt: skip
+    """Raw logits to z, and dz/dx; what the caller drops is not computed."""
     z = x * logit_scale
-    if HAS_SOFTCAP:  # tanh within two ulps, without libdevice, which has no interpreter
-        ratio = tl.div_rn(z, softcap)
-        square = ratio * ratio
-        series = ratio * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
-        e = exp_accurate(-2 * tl.abs(ratio))
-        tanh = tl.where(ratio < 0, e - 1, 1 - e) / (1 + e)
-        z = softcap * tl.where(square < 0.0225, series, tanh)
+    slope = logit_scale / temperature
+    if HAS_SOFTCAP:
+        if ACCURATE:  # tanh within two ulps, without libdevice, which has no interpreter
+            ratio = tl.div_rn(z, softcap)
+            square = ratio * ratio
+            series = ratio * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
+            e = exp_accurate(-2 * tl.abs(ratio))
+            tanh = tl.where(ratio < 0, e - 1, 1 - e) / (1 + e)
+            z = softcap * tl.where(square < 0.0225, series, tanh)
+            slope = slope * (4 * e / ((1 + e) * (1 + e)))  # 1 - tanh^2, which keeps its digits at the cap
+        else:  # to an ulp of the cap, and of 1
+            half = 1 / (1 + tl.exp(z * (2 / softcap)))  # (1 - tanh) / 2
+            z = softcap - 2 * softcap * half
+            slope = slope * (4 * half * (1 - half))
     if HAS_TEMPERATURE:
         z = tl.div_rn(z, temperature)  # plain division is off by two ulps on a GPU, which exp multiplies
-    return z
+    return z, slope
 
 
 @triton.jit
@@ -87,24 +100,16 @@ def _load_block(row_ptr, column, start, vocabulary, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _slope(x, logit_scale, softcap, temperature, HAS_SOFTCAP: tl.constexpr):
-    """dz/dx."""
-    slope = logit_scale / temperature
-    if HAS_SOFTCAP:  # 1 - tanh^2, which keeps its digits at the cap
-        e = exp_accurate(-2 * tl.abs(x * logit_scale / softcap))
-        slope = slope * (4 * e / ((1 + e) * (1 + e)))
-    return slope
-
-
-@triton.jit
 def cross_entropy_rows_kernel(
     logits_ptr, logits_stride, targets_ptr, factor_ptr, loss_ptr, log_probs_ptr, entropy_ptr, is_top1_ptr,
     vocabulary, logit_scale, softcap, temperature, label_smoothing, z_loss,
     IGNORE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr, HAS_STATISTICS: tl.constexpr, HAS_GRADIENT: tl.constexpr,
-    HAS_FACTOR: tl.constexpr, LONG_INDEXING: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, IS_BOUNDED: tl.constexpr, LONG_INDEXING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row of logits [R, V]; the rest are [R]."""
+    # with 16-bit logits, what the fast forms lose is a thousandth of the rounding of a logit
+    ACCURATE: tl.constexpr = logits_ptr.dtype.element_ty == tl.float32
     row = tl.program_id(0)
     row_offset = row * logits_stride
     if LONG_INDEXING:
@@ -115,36 +120,46 @@ def cross_entropy_rows_kernel(
     valid = target != IGNORE
     known = (target >= 0) & (target < vocabulary)
     x_target = tl.load(row_ptr + tl.where(known, target, 0)).to(tl.float32)
-    z_target = _transform(x_target, logit_scale, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
+    z_target, _target_slope = _transform(
+        x_target, logit_scale, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE, ACCURATE
+    )
     z_target = tl.where(known, z_target, float("nan"))  # a target outside the vocabulary must show
 
     best = -float("inf")
+    if IS_BOUNDED:
+        best = softcap / temperature  # what no z exceeds: nothing to search, and no exp(z - best) vanishes
     best_column = 0
     total = 0.0  # sum of exp(z - best)
     weighted = 0.0  # sum of exp(z - best) * (z - best)
     plain = 0.0  # sum of z
+    totals = tl.zeros([BLOCK], dtype=tl.float32)  # IS_BOUNDED: of exp(z - best), column by column
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < vocabulary
         x = _load_block(row_ptr, column, start, vocabulary, BLOCK)
-        z = _transform(x, logit_scale, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
+        z, _slope = _transform(x, logit_scale, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE, ACCURATE)
         if HAS_SMOOTHING:
             plain += tl.sum(tl.where(inside, z, 0.0), axis=0)
         z = tl.where(inside, z, -float("inf"))
-        block_best = tl.max(z, axis=0)
-        new_best = tl.maximum(best, block_best)
-        shrink = exp_accurate(best - new_best)
-        shifted = z - new_best
-        e = exp_accurate(shifted)
-        if HAS_STATISTICS:
-            block_column = tl.min(tl.where(z == block_best, column, vocabulary), axis=0)  # first of equals
-            best_column = tl.where(block_best > best, block_column, best_column)
-            moved = tl.where(total > 0, best - new_best, 0.0)  # best is -inf before the first block
-            weighted = shrink * (weighted + moved * total)
-            weighted += tl.sum(e * tl.where(inside, shifted, 0.0), axis=0)
-        total = shrink * total + tl.sum(e, axis=0)
-        best = new_best
+        if IS_BOUNDED:
+            totals += exponential(z - best, ACCURATE)
+        else:
+            block_best = tl.max(z, axis=0)
+            new_best = tl.maximum(best, block_best)
+            shrink = exponential(best - new_best, ACCURATE)
+            shifted = z - new_best
+            e = exponential(shifted, ACCURATE)
+            if HAS_STATISTICS:
+                block_column = tl.min(tl.where(z == block_best, column, vocabulary), axis=0)  # first of equals
+                best_column = tl.where(block_best > best, block_column, best_column)
+                moved = tl.where(total > 0, best - new_best, 0.0)  # best is -inf before the first block
+                weighted = shrink * (weighted + moved * total)
+                weighted += tl.sum(e * tl.where(inside, shifted, 0.0), axis=0)
+            total = shrink * total + tl.sum(e, axis=0)
+            best = new_best
 
+    if IS_BOUNDED:
+        total = tl.sum(totals, axis=0)
     log_total = tl.log(total)
     lse = best + log_total
     log_prob = (z_target - best) - log_total  # not z_target - lse: a confident row would lose its digits
@@ -167,9 +182,8 @@ def cross_entropy_rows_kernel(
         for start in range(0, vocabulary, BLOCK):
             column = start + tl.arange(0, BLOCK)
             x = _load_block(row_ptr, column, start, vocabulary, BLOCK)
-            z = _transform(x, logit_scale, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE)
-            slope = _slope(x, logit_scale, softcap, temperature, HAS_SOFTCAP)
-            gradient = exp_accurate(z - best) * inverse_total * lse_gain
+            z, slope = _transform(x, logit_scale, softcap, temperature, HAS_SOFTCAP, HAS_TEMPERATURE, ACCURATE)
+            gradient = exponential(z - best, ACCURATE) * inverse_total * lse_gain
             if HAS_SMOOTHING:
                 gradient -= label_smoothing / vocabulary
             gradient = tl.where(column == target, gradient - (1 - label_smoothing), gradient)
@@ -207,7 +221,10 @@ def cross_entropy_rows(
         raise ValueError(f"columns of the logits must be contiguous, their stride is {logits.stride(1)}")
     has_statistics = results.entropy is not None and results.is_top1 is not None
     unused = results.loss
-    block = min(next_power_of_2(vocabulary), _LARGEST_BLOCK)
+    largest, warps = _LARGEST_BLOCK, _WARPS
+    if row_loss.softcap is not None or logits.dtype == torch.float32:
+        largest, warps = _LARGEST_CAPPED_BLOCK, _CAPPED_WARPS
+    block = min(next_power_of_2(vocabulary), largest)
     with device_guard(logits):
         cross_entropy_rows_kernel[(rows,)](
             logits,
@@ -231,9 +248,10 @@ def cross_entropy_rows(
             HAS_STATISTICS=has_statistics,
             HAS_GRADIENT=gradient,
             HAS_FACTOR=factor is not None,
+            IS_BOUNDED=not has_statistics and 0 < (row_loss.softcap or 0.0) / row_loss.temperature <= _LARGEST_BOUND,
             LONG_INDEXING=long_indexing(logits),
             BLOCK=block,
-            num_warps=8 if block == _LARGEST_BLOCK else 4,
+            num_warps=warps if block == largest else 4,
         )
 
 

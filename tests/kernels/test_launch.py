@@ -25,9 +25,10 @@ from .interpreter import cpu_path_test
 def test_long_indexing_counts_byte_extent(
     size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, expected: bool
 ) -> None:
-    tensor = torch.empty(1, dtype=dtype, device="meta").as_strided(size, stride)
+    tensor = torch.empty(2**41, dtype=dtype, device="meta").as_strided(size, stride)
     assert launch.long_indexing(tensor) is expected
     assert launch.long_indexing(torch.ones(2), tensor) is expected
+    assert not launch.long_indexing(torch.ones(2)[:, None].expand(2, 2**40))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_long_indexing_counts_byte_extent(
 )
 def test_as_rows_is_a_view(view: object, outer_stride: int, inner_stride: int) -> None:
     tensor = view(torch.arange(2 * 4 * 6 * 8.0).view(2, 4, 6, 8))  # type: ignore[operator]
-    rows = launch.as_rows(tensor)
+    (rows,) = launch.as_rows(tensor)
     assert rows.data_ptr() == tensor.data_ptr()
     assert torch.equal(rows.flatten(0, 1), tensor.reshape(-1, 8))
     assert rows.stride(2) == 1
@@ -52,9 +53,9 @@ def test_as_rows_is_a_view(view: object, outer_stride: int, inner_stride: int) -
 
 def test_as_rows_copies_what_does_not_fit() -> None:
     tensor = torch.arange(24.0).view(2, 3, 4)
-    assert torch.equal(launch.as_rows(tensor.mT).flatten(0, 1), tensor.mT.reshape(-1, 3))
+    assert torch.equal(launch.as_rows(tensor.mT)[0].flatten(0, 1), tensor.mT.reshape(-1, 3))
     scattered = torch.arange(2 * 3 * 4 * 5 * 2.0).view(2, 3, 4, 5, 2)[:, :2, :, :3].transpose(0, 1)
-    assert torch.equal(launch.as_rows(scattered).flatten(0, 1), scattered.reshape(-1, 2))
+    assert torch.equal(launch.as_rows(scattered)[0].flatten(0, 1), scattered.reshape(-1, 2))
 
 
 @cpu_path_test

@@ -316,8 +316,8 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chunk_rows_follow_from_shapes() -> None:
     shapes = [(151_936, 2), (128_256, 2), (262_144, 2), (32_000, 2), (151_936, 4), (10**7, 4)]
     rows = {(v, size): module.chunk_rows(v, size, "cuda", trainable=False) for v, size in shapes}
-    assert list(rows.values()) == [1024, 1024, 512, 4096, 512, 128]
-    assert all(2**27.5 <= v * size * count <= 2**28.5 for (v, size), count in rows.items() if v < 10**6)
+    assert list(rows.values()) == [1024, 2048, 1024, 8192, 512, 128]
+    assert all(2**28 < v * size * count <= 2**29 for (v, size), count in rows.items() if v < 10**6)
     assert module.chunk_rows(151_936, 2, "cuda", trainable=True) == 2048
 
 

@@ -321,7 +321,8 @@ def test_c_int32_offset_full_size() -> None:
 )
 def test_cpu_path_equals_transformers_bit_by_bit(family: str, name: str, rotated: int, dtype: torch.dtype) -> None:
     stock = import_module(f"transformers.models.{family}.modeling_{family}")
-    q, k, *_, cos, sin = random_inputs((2, 5, 4, 2, 64, rotated), dtype)
+    q, k, *_, cos, sin = (x.detach().cpu() for x in random_inputs((2, 5, 4, 2, 64, rotated), dtype))
+    q, k = q.requires_grad_(), k.requires_grad_()
     together = family == "olmo2"
     sizes = [x.shape[2] * 64 if together else 64 for x in (q, k)]
     norms = [getattr(stock, name + "RMSNorm")(size, eps=1e-6).to(dtype) for size in sizes]
