@@ -84,12 +84,12 @@ def _project(x: Tensor, low: Tensor | None, weight: Tensor, bias: Tensor | None,
     return torch.addmm(out, x, weight.t(), beta=s if bias is None else 1.0, out=out)
 
 
-def _split_low(low: Tensor | None, adapters: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _split_low(low: Tensor | None, b: Sequence[Tensor | None]) -> list[Tensor | None]:
     """[T, sum of r] -> one [T, r] per projection with an adapter (views), None for the others."""
     if low is None:
-        return [None] * len(adapters)
-    pieces = iter(low.split([a.shape[0] for a in adapters if a is not None], dim=1))
-    return [None if a is None else next(pieces) for a in adapters]
+        return [None] * len(b)
+    pieces = iter(low.split([up.shape[1] for up in b if up is not None], dim=1))
+    return [None if up is None else next(pieces) for up in b]
 
 
 def _input_gradient(
@@ -105,24 +105,25 @@ def _input_gradient(
 
 
 def _adapter_gradients(
-    dys: Sequence[Tensor], lows: Sequence[Tensor | None], adapters: Sequence[Tensor | None], scales: Sequence[float],
-    dtype: torch.dtype,
+    dys: Sequence[Tensor], lows: Sequence[Tensor | None], b: Sequence[Tensor | None], scales: Sequence[float],
+    dtypes: Sequence[torch.dtype | None],
 ) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
-    """(s dy B of every adapter side by side [T, sum of r], dB of every projection)."""
-    width = sum(b.shape[1] for b in adapters if b is not None)
+    """(s dy B of every adapter side by side [T, sum of r], dB of every projection in its parameter's dtype)."""
+    width = sum(up.shape[1] for up in b if up is not None)
     if width == 0:
-        return None, [None] * len(adapters)
+        return None, [None] * len(b)
     dlow = dys[0].new_empty(dys[0].shape[0], width)
     start = 0
     db: list[Tensor | None] = []
-    for dy, low, b, scale in zip(dys, lows, adapters, scales, strict=True):
-        if b is None or low is None:
+    for dy, low, up, scale, dtype in zip(dys, lows, b, scales, dtypes, strict=True):
+        if up is None or low is None:
             db.append(None)
             continue
-        part = dlow[:, start : start + b.shape[1]]
-        torch.addmm(part, dy, b.to(dtype), beta=0, alpha=scale, out=part)
-        start += b.shape[1]
-        db.append((dy.t() @ low).mul_(scale).to(b.dtype))
+        part = dlow[:, start : start + up.shape[1]]
+        torch.addmm(part, dy, up, beta=0, alpha=scale, out=part)
+        start += up.shape[1]
+        gradient = torch.empty_like(up)
+        db.append(torch.addmm(gradient, dy.t(), low, beta=0, alpha=scale, out=gradient).to(dtype))
     return dlow, db
 
 
@@ -146,27 +147,25 @@ class LoraLinearFunction(torch.autograd.Function):
             rows = _rows(x, frozen.dtype)
             stacked = _stack(a, frozen.dtype)
             low = None if stacked is None else rows @ stacked.t()  # [T, sum of r]
+            cast = [_cast(tensor, frozen.dtype) for tensor in b]
             outputs = []
-            for i, part in enumerate(_split_low(low, a)):
+            for i, part in enumerate(_split_low(low, cast)):
                 weight = _dense(frozen.weights[i], frozen.dtype)
-                y = _project(rows, part, weight, frozen.biases[i], _cast(b[i], frozen.dtype), frozen.scales[i])
+                y = _project(rows, part, weight, frozen.biases[i], cast[i], frozen.scales[i])
                 outputs.append(_shaped(y, x))
-        needs_x = any(tensor is not None for tensor in a)
-        ctx.save_for_backward(rows if needs_x else None, low, *adapters)
-        ctx.frozen, ctx.shape, ctx.dtype = frozen, x.shape, x.dtype
+        ctx.save_for_backward(None if stacked is None else rows, low, stacked, *cast)  # as cast: not cast again
+        ctx.frozen, ctx.shape, ctx.dtype, ctx.dtypes = frozen, x.shape, x.dtype, _dtypes(adapters)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *douts: Tensor) -> tuple[Any, ...]:
-        rows, low, *adapters = ctx.saved_tensors
+        rows, low, stacked, *b = ctx.saved_tensors
         frozen: _Frozen = ctx.frozen
         count = len(frozen.weights)
-        a, b = adapters[:count], adapters[count:]
         dys = [_rows(dout, frozen.dtype) for dout in douts]
-        dlow, db = _adapter_gradients(dys, _split_low(low, a), b, frozen.scales, frozen.dtype)
-        stacked = _stack(a, frozen.dtype)
-        da = _a_gradients(dlow, rows, a)
+        dlow, db = _adapter_gradients(dys, _split_low(low, b), b, frozen.scales, ctx.dtypes[count:])
+        da = _a_gradients(dlow, rows, b, ctx.dtypes[:count])
         dx = None
         if ctx.needs_input_grad[0]:
             dx = _input_gradient(dys, frozen.weights, frozen.dtype, dlow, stacked).view(ctx.shape).to(ctx.dtype)
@@ -177,12 +176,22 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if tensor is None else tensor.to(dtype)
 
 
-def _a_gradients(dlow: Tensor | None, rows: Tensor | None, a: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """dA of every projection: dlow^T x, one skinny product for all."""
+def _dtypes(tensors: Sequence[Tensor | None]) -> list[torch.dtype | None]:
+    return [None if tensor is None else tensor.dtype for tensor in tensors]
+
+
+def _a_gradients(
+    dlow: Tensor | None, rows: Tensor | None, b: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]
+) -> list[Tensor | None]:
+    """dA of every projection, in its parameter's dtype: dlow^T x, one skinny product for all."""
     if dlow is None or rows is None:
-        return [None] * len(a)
-    pieces = iter((dlow.t() @ rows).split([ai.shape[0] for ai in a if ai is not None]))
-    return [None if ai is None else next(pieces).to(ai.dtype) for ai in a]
+        return [None] * len(b)
+    stacked = dlow.t() @ rows
+    present = {dtype for dtype in dtypes if dtype is not None}
+    if len(present) == 1:  # one cast for all
+        stacked = stacked.to(present.pop())
+    pieces = iter(stacked.split([up.shape[1] for up in b if up is not None]))
+    return [None if up is None else next(pieces).to(dtype) for up, dtype in zip(b, dtypes, strict=True)]
 
 
 def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -190,17 +199,20 @@ def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def _gated_backward(
-    dhidden: Tensor, gate: Tensor, up: Tensor, activation: str, rebuild: bool
+    dhidden: Tensor, gate: Tensor, up: Tensor, frozen: _Frozen, rebuild: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dgate, dup, act(gate) * up or None), in one pass over gate and up."""
+    """(dgate, dup, act(gate) * up or None), in one pass over gate and up; dhidden may be overwritten."""
     if use_triton(dhidden, gate, up):
-        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        hidden = torch.empty_like(gate) if rebuild else None
-        glu_bwd(dhidden, gate, up, activation, dgate, dup, hidden)
-        return dgate, dup, hidden
+        if frozen.output_needed:
+            dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        else:  # a graph of one backward: gate and up, which only it has, make room; another one meets torch's error
+            dgate, dup = gate, up
+            torch.autograd.graph.increment_version((gate, up))
+        glu_bwd(dhidden, gate, up, frozen.activation, dgate, dup, dhidden if rebuild else None)
+        return dgate, dup, dhidden if rebuild else None
     with torch.enable_grad():
         gate, up = gate.detach().requires_grad_(), up.detach().requires_grad_()
-        hidden = glu_reference(gate, up, activation)
+        hidden = glu_reference(gate, up, frozen.activation)
     dgate, dup = torch.autograd.grad(hidden, (gate, up), dhidden)
     return dgate, dup, hidden.detach()
 
@@ -216,44 +228,41 @@ class LoraMLPFunction(torch.autograd.Function):
             rows = _rows(x, dtype)
             stacked = _stack(a[:2], dtype)
             low = None if stacked is None else rows @ stacked.t()
-            lows = _split_low(low, a[:2])
+            cast = [_cast(tensor, dtype) for tensor in (*b, a[2])]
+            lows = _split_low(low, cast[:2])
             gate, up = (
-                _project(rows, lows[i], _dense(frozen.weights[i], dtype), frozen.biases[i], _cast(b[i], dtype),
-                         frozen.scales[i])
+                _project(rows, lows[i], _dense(frozen.weights[i], dtype), frozen.biases[i], cast[i], frozen.scales[i])
                 for i in range(2)
-            )  # fmt: skip
+            )
             rebuilt = a[2] is not None or frozen.output_needed
             hidden = _gated(gate, up, frozen.activation) if rebuilt else None
-            low_down = None if a[2] is None or hidden is None else hidden @ a[2].to(dtype).t()
+            low_down = None if cast[3] is None or hidden is None else hidden @ cast[3].t()
             if frozen.output_needed and hidden is not None:
-                out = _project(hidden, low_down, _dense(frozen.weights[2], dtype), frozen.biases[2],
-                               _cast(b[2], dtype), frozen.scales[2])  # fmt: skip
+                out = _project(hidden, low_down, _dense(frozen.weights[2], dtype), frozen.biases[2], cast[2],
+                               frozen.scales[2])  # fmt: skip
                 out = _shaped(out, x)
             else:
                 out = rows.new_zeros(()).expand(x.shape)
-        needs_x = any(tensor is not None for tensor in a[:2])
-        ctx.save_for_backward(rows if needs_x else None, low, low_down, gate, up, *adapters)
-        ctx.frozen, ctx.shape, ctx.dtype = frozen, x.shape, x.dtype
+        ctx.save_for_backward(None if stacked is None else rows, low, low_down, gate, up, stacked, *cast)
+        ctx.frozen, ctx.shape, ctx.dtype, ctx.dtypes = frozen, x.shape, x.dtype, _dtypes(adapters)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        rows, low, low_down, gate, up, *adapters = ctx.saved_tensors
+        rows, low, low_down, gate, up, stacked, *b, a_down = ctx.saved_tensors
         frozen: _Frozen = ctx.frozen
-        dtype = frozen.dtype
-        a, b = adapters[:3], adapters[3:]
+        dtype, a_dtypes, b_dtypes = frozen.dtype, ctx.dtypes[:3], ctx.dtypes[3:]
         dy = _rows(dout, dtype)
-        dlow_down, db_down = _adapter_gradients([dy], [low_down], b[2:], frozen.scales[2:], dtype)
-        dhidden = _input_gradient([dy], frozen.weights[2:], dtype, dlow_down, _cast(a[2], dtype))
-        dgate, dup, hidden = _gated_backward(dhidden, gate, up, frozen.activation, a[2] is not None)
-        da_down = _a_gradients(dlow_down, hidden, a[2:])
+        dlow_down, db_down = _adapter_gradients([dy], [low_down], b[2:], frozen.scales[2:], b_dtypes[2:])
+        dhidden = _input_gradient([dy], frozen.weights[2:], dtype, dlow_down, a_down)
+        dgate, dup, hidden = _gated_backward(dhidden, gate, up, frozen, a_down is not None)
+        da_down = _a_gradients(dlow_down, hidden, b[2:], a_dtypes[2:])
         del hidden, dhidden
-        dlow, db = _adapter_gradients([dgate, dup], _split_low(low, a[:2]), b[:2], frozen.scales[:2], dtype)
-        da = _a_gradients(dlow, rows, a[:2])
+        dlow, db = _adapter_gradients([dgate, dup], _split_low(low, b[:2]), b[:2], frozen.scales[:2], b_dtypes[:2])
+        da = _a_gradients(dlow, rows, b[:2], a_dtypes[:2])
         dx = None
         if ctx.needs_input_grad[0]:
-            stacked = _stack(a[:2], dtype)
             dx = _input_gradient([dgate, dup], frozen.weights[:2], dtype, dlow, stacked).view(ctx.shape).to(ctx.dtype)
         return dx, None, *da, *da_down, *db, *db_down
 
@@ -294,7 +303,7 @@ def lora_mlp(
 
     activation: "silu", "gelu_tanh" or "gelu". Dtypes and errors as for `lora_linear`. Keeps x, the gate and up
     products and the skinny products for backward. output_needed: False for a call whose backward alone is wanted,
-    where out = in: zeros come back, without the down product, and the gradients are those of the full call.
+    once, where out = in: zeros come back, without the down product, and the gradients are those of the full call.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}, expected one of {', '.join(ACTIVATIONS)}")

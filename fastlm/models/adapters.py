@@ -22,7 +22,7 @@ __all__ = ["adapter_obstacle", "fusable", "global_hooks", "has_hooks", "is_adapt
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module would run more than its class's forward, or ours."""
     own = module.__dict__.get("forward")
-    return runs_hooks(module) or hasattr(module, "_hf_hook") or (own is not None and not is_ours(own))
+    return runs_hooks(module) or "_hf_hook" in module.__dict__ or (own is not None and not is_ours(own))
 
 
 def runs_hooks(module: nn.Module) -> bool:

@@ -133,3 +133,21 @@ def test_what_cannot_be_fused_is_refused():
         lora_linear(torch.randn(3, 24), [Projection(p.weight.detach(), None, p.a)])
     with pytest.raises(ValueError, match="unknown activation"):
         lora_mlp(torch.randn(3, 24), p, p, p, "relu")
+
+
+@pytest.mark.parametrize("ranks", [(4, 4, 4), (None, 4, None)], ids=str)
+def test_a_run_for_its_backward_alone(ranks):
+    """Its gradients are the full call's bits; on a GPU it takes its products' memory, and says so to a second one."""
+    sizes = ((24, 40), (24, 40), (40, 24))
+    projections = [projection(i, o, torch.bfloat16, rank=r) for r, (i, o) in zip(ranks, sizes, strict=True)]
+    x = torch.randn(9, 24, device=DEVICE).bfloat16().requires_grad_()
+    dout = torch.randn(9, 24, device=DEVICE).bfloat16()
+    leaves = [x, *(t for p in projections for t in (p.a, p.b) if t is not None)]
+    expected = torch.autograd.grad(lora_mlp(x, *projections, "silu"), leaves, dout)
+    out = lora_mlp(x, *projections, "silu", output_needed=False)
+    assert not out.any()
+    for got, wanted in zip(torch.autograd.grad(out, leaves, dout, retain_graph=True), expected, strict=True):
+        assert torch.equal(got, wanted)
+    if DEVICE == "cuda":
+        with pytest.raises(RuntimeError, match="inplace operation"):
+            torch.autograd.grad(out, leaves, dout)
