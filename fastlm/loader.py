@@ -30,7 +30,7 @@ from .options import (
 )
 from .tokenizer import ensure_pad_token, load_tokenizer
 
-__all__ = ["FastLanguageModel", "is_bfloat16_supported"]
+__all__ = ["FastLanguageModel", "base_of_adapter", "existing", "is_bfloat16_supported", "load_config"]
 
 
 class _DefaultText(str):
@@ -105,15 +105,15 @@ class FastLanguageModel:
         if load_in_8bit and not on_gpu:
             raise ValueError("load_in_8bit needs a GPU; on a CPU pass load_in_4bit=True or load unquantised")
 
-        name = _existing(model_name)
+        name = existing(model_name)
         hub = {key: loader_keywords.pop(key) for key in kw.HUB_KEYWORDS if key in loader_keywords}
         hub |= {key: value for key, value in (("token", token), ("revision", revision)) if value is not None}
         base, base_hub = name, hub
-        adapter_base = _adapter_base(name, hub)
+        adapter_base = base_of_adapter(name, hub)
         if adapter_base is not None:
             if full_finetuning:
                 raise ValueError(f"{name} is an adapter; full_finetuning trains a whole model without one")
-            base = _existing(adapter_base, f", the base of the adapter {name}")
+            base = existing(adapter_base, f", the base of the adapter {name}")
             base_hub = {key: value for key, value in hub.items() if key not in ("revision", "subfolder")}
 
         gguf_file = find_gguf(base)
@@ -122,7 +122,7 @@ class FastLanguageModel:
         if gguf is not None:
             config = gguf.config
         elif not isinstance(config, PreTrainedConfig):
-            config = _load_config(base if config is None else config, trust_remote_code, base_hub)
+            config = load_config(base if config is None else config, trust_remote_code, base_hub)
         own = inspect.signature(FastLanguageModel.from_pretrained).parameters
         kw.set_config_keywords(config, config_keywords, own)
         length = fit_length(config, max_seq_length, rope_scaling, isinstance(max_seq_length, _DefaultNumber))
@@ -225,6 +225,7 @@ class FastLanguageModel:
         explicit = not isinstance(use_gradient_checkpointing, _DefaultText)
         if explicit or not hasattr(core, "_fastlm_checkpointing"):
             core._fastlm_checkpointing = checkpointing  # type: ignore[assignment]
+            patch(core)  # which takes the policy from there
         if getattr(core, "_fastlm_full_finetuning", False):
             print("fastlm: full_finetuning trains every weight; no LoRA is added")
             return model
@@ -286,7 +287,7 @@ class FastLanguageModel:
         return model
 
 
-def _existing(model_name: str | os.PathLike[str], whose: str = "") -> str:
+def existing(model_name: str | os.PathLike[str], whose: str = "") -> str:
     """The name, with ~ expanded; FileNotFoundError at once for a path where nothing is."""
     name = os.path.expanduser(os.fspath(model_name))
     if os.path.exists(name):
@@ -297,7 +298,7 @@ def _existing(model_name: str | os.PathLike[str], whose: str = "") -> str:
     return name
 
 
-def _adapter_base(name: str, hub: dict[str, Any]) -> str | None:
+def base_of_adapter(name: str, hub: dict[str, Any]) -> str | None:
     """Name of the model that the PEFT adapter ``name`` belongs to; None if it is no adapter."""
     if os.path.isfile(name):
         return None
@@ -339,7 +340,7 @@ def _has_tokenizer(name: str, hub: dict[str, Any]) -> bool:
     return has_file(name, "tokenizer_config.json", **{key: hub[key] for key in known if key in hub})
 
 
-def _load_config(name: Any, trust_remote_code: bool, hub: dict[str, Any]) -> Any:
+def load_config(name: Any, trust_remote_code: bool, hub: dict[str, Any]) -> Any:
     try:
         file = os.path.join(name, hub.get("subfolder", ""), "config.json")
         if os.path.isdir(name) and not os.path.isfile(file):

@@ -14,6 +14,7 @@ from .checkpointing import choose
 from .fingerprint import fingerprint
 from .head import boundaries_from, boundaries_on
 from .layers import Switch
+from .offload import Offload
 from .padding import PaddedLayout, call_inputs, call_layout, flatten_call
 
 __all__ = ["ModelPatch", "boundary_obstacle", "prepare_backbone", "restore_rows", "stock_class"]
@@ -34,6 +35,7 @@ class ModelPatch:
     switch: Switch
     report: Any  # PatchReport
     limits: dict[str, int] = field(default_factory=dict)  # rope type -> longest sample that it rotates independently
+    offload: Offload = field(default_factory=Offload)
 
 
 def boundary_obstacle(core: PreTrainedModel, stock: dict[str, str]) -> tuple[str | None, dict[str, int]]:
@@ -74,7 +76,7 @@ def prepare_backbone(backbone: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     patched: ModelPatch | None = backbone.__dict__.get("_fastlm_backbone")
     if patched is None or not patched.switch.on:
         return None
-    choose(getattr(backbone, "layers", ()))
+    choose(getattr(backbone, "layers", ()), patched.offload)
     layout = call_layout(backbone, args, kwargs)
     if layout is not None:
         args, kwargs = (), flatten_call(layout, args, kwargs)

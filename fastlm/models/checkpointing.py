@@ -5,13 +5,14 @@ quarter of a Llama-3-8B layer's multiplications, out of the second run, because 
 transformers decides when (``gradient_checkpointing_enable``, the Trainer's flag) and calls a function kept on each
 layer; ``choose`` puts ours there before each forward. A user's own function stays as it is, and torch's still runs a
 layer that is not ours, that has a hook, or whose mask takes a gradient. Gradients are bit-identical to those without
-recomputation.
+recomputation. Inputs may wait in host memory (offload.py), where the model's ``Offload`` is on or transformers was
+asked for its own way of it, whose copies the GPU waits for.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,24 +23,34 @@ from torch.utils.checkpoint import checkpoint, get_device_states, set_device_sta
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .adapters import global_hooks, runs_hooks
+from .offload import Offload
 
 __all__ = ["CALL_CHECKPOINTS", "choose", "recompute"]
 
 # until transformers 5.24 a layer's __call__ checkpoints, from then on the class's forward, which ours replaces
 CALL_CHECKPOINTS = "__call__" in vars(GradientCheckpointingLayer)
+# transformers' function where it was told to offload: torch's checkpoint, with copies on the stream that computes
+_OFFLOADED = "checkpointing_enable.<locals>.checkpoint_func"
 
 
-def choose(layers: Iterable[nn.Module]) -> None:
-    """Make the patched layers among these recompute by our function, where torch's checkpoint was to do it."""
+def choose(layers: Sequence[nn.Module], offload: Offload) -> None:
+    """Make the patched layers among these recompute by our function, where transformers' were to do it."""
+    devices = []
     for layer in layers:
         current: Any = layer.__dict__.get("_gradient_checkpointing_func")
-        plain = getattr(current, "func", None) is checkpoint and current.keywords.keys() <= {"use_reentrant"}
-        if plain and "_fastlm" in layer.__dict__:
-            layer._gradient_checkpointing_func = functools.partial(recompute, current)  # type: ignore[assignment]
+        if getattr(current, "func", None) is recompute:
+            current = current.args[0]  # patched again since, or copied: offload may be another
+        func = getattr(current, "func", None)
+        theirs = func is checkpoint or getattr(func, "__qualname__", "").endswith(_OFFLOADED)
+        if theirs and current.keywords.keys() <= {"use_reentrant"} and "_fastlm" in layer.__dict__:
+            layer._gradient_checkpointing_func = functools.partial(recompute, current, offload)  # type: ignore[assignment]
+            if layer.gradient_checkpointing and (offload.on or func is not checkpoint):
+                devices.append(next(layer.parameters()).device)
+    offload.expect(devices)
 
 
-def recompute(stock: Callable[..., Tensor], run: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """``run(hidden)``, of which only hidden [B, T, hidden] is kept.
+def recompute(stock: Any, offload: Offload, run: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """``run(hidden)``, of which only hidden [B, T, hidden] is kept, in host memory if it is offloaded.
 
     run: a ``functools.partial`` over a bound method of the layer, or over a function whose first argument it is.
     stock: torch's checkpoint as transformers calls it; it runs what our function would lose a gradient of.
@@ -47,7 +58,10 @@ def recompute(stock: Callable[..., Tensor], run: Callable[..., Tensor], *args: A
     trained = None if torch.compiler.is_compiling() or len(args) != 1 or kwargs else _trained(run)
     if trained is None:
         return stock(run, *args, **kwargs)
-    return _Recompute.apply(run, *args, *trained)
+    if not offload.on and stock.func is checkpoint:
+        return _Recompute.apply(run, *args, *trained)
+    with offload.inputs(args[0].device):
+        return _Recompute.apply(run, *args, *trained)
 
 
 def _trained(run: Any) -> list[nn.Parameter] | None:

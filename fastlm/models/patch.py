@@ -24,6 +24,7 @@ from .backbone import ModelPatch, boundary_obstacle, prepare_backbone, restore_r
 from .fingerprint import fingerprint
 from .head import head_forward_for, head_obstacle
 from .layers import LayerPatch, Switch, activation_name, attention_features, forward_for
+from .offload import Offload
 
 __all__ = [
     "PatchReport", "is_patched", "padding_free_obstacle", "patch", "patched_core", "rebind_head",
@@ -69,6 +70,8 @@ def patch(model: nn.Module) -> PatchReport:
     patched: ModelPatch | None = core.__dict__.get("_fastlm_model")
     switch = patched.switch if patched is not None else Switch()
     switch.on = True
+    offload = patched.offload if patched is not None else Offload()
+    offload.on = getattr(core, "_fastlm_checkpointing", None) == "offload"
     fused: dict[str, int] = {}
     stock: dict[str, str] = {}
     backends: dict[str, str] = {}
@@ -85,7 +88,7 @@ def patch(model: nn.Module) -> PatchReport:
                 _note(fused, stock, "lora", f"{name}.{child}", why)
     obstacle, limits = boundary_obstacle(core, stock)
     result = PatchReport(fused, stock, backends, obstacle)
-    core._fastlm_model = ModelPatch(switch, result, limits)  # type: ignore[assignment]
+    core._fastlm_model = ModelPatch(switch, result, limits, offload)  # type: ignore[assignment]
     backbone = core.base_model
     backbone._fastlm_backbone = core.__dict__["_fastlm_model"]
     if prepare_backbone not in backbone._forward_pre_hooks.values():

@@ -1,9 +1,11 @@
-"""Which activations a training step keeps: all of them where they fit, else each decoder layer's input alone.
+"""Which activations a training step keeps: all of them where they fit, else each decoder layer's input alone, and if
+that is too much in host memory.
 
 A run under ``use_gradient_checkpointing="fastlm"`` begins with every layer recomputed. Its first step shows the peak,
 and running the layers again in backward shows what each would have kept, whatever its family, adapters and dtypes are.
 Before the second step that sum is compared with the memory there is. Numbers do not change: the policies give the same
-gradients. Should a batch not fit after all, its step is done again with the layers recomputed, and so are the rest.
+gradients. Should a batch not fit after all, its step is done again with the layers recomputed, then with their inputs
+in host memory, and so are the rest.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from ..models.offload import Offload
 from ..models.patch import patched_core
 from ..packing.dataset import EVEN_AT, lengths_of
 from .step import State, state_of
 
-__all__ = ["Activations", "training_step"]
+__all__ = ["MARGIN", "RESERVE", "Activations", "training_step"]
 
-_MARGIN = 1.05  # fragmentation, and what the counts leave out
-_RESERVE = 2**29  # bytes: libraries' workspaces
+MARGIN = 1.05  # fragmentation, and what the counts leave out
+RESERVE = 2**29  # bytes: libraries' workspaces
 _LONGER = 1.5  # times the tokens of the first batch: what a later one is taken to have, where it could be done again
 
 
@@ -33,7 +36,7 @@ _LONGER = 1.5  # times the tokens of the first batch: what a later one is taken 
 class Activations:
     """What a trainer has found out about its activations, as ``State.activations``.
 
-    policy: "first" until a step has been taken, then "keep" or "recompute" for good.
+    policy: "first" until a step has been taken, then "keep" or "recompute"; "offload" where neither did.
     tokens: of the batch that was measured.
     before: bytes allocated before the first step. peak: at the worst moment of its forwards and backwards.
     """
@@ -74,21 +77,23 @@ def training_step(
     """SFTTrainer.training_step: forward and backward of one micro-batch under the policy that fits."""
     state = state_of(trainer)
     activations = None if state is None else state.activations
-    if state is None or activations is None or activations.policy == "recompute" or not (layers := _layers(trainer)):
+    if state is None or activations is None or not (layers := _layers(trainer)):
         return original(trainer, model, inputs, *args, **kwargs)
-    if activations.policy == "first":
-        if trainer.state.global_step == 0 or not activations.tokens:
-            _begin_to_count(trainer, layers, activations, inputs)
-            loss = original(trainer, model, inputs, *args, **kwargs)
-            if (gauge := _gauge(trainer)) is not None:
-                activations.peak = gauge.peak
-            return loss
+    counting = activations.policy == "first" and (trainer.state.global_step == 0 or not activations.tokens)
+    if counting:
+        _begin_to_count(trainer, layers, activations, inputs)
+    elif activations.policy == "first":
         _choose(trainer, layers, state, activations)
-    elif layers[0].gradient_checkpointing:  # train() was called again
+    elif activations.policy == "keep" and layers[0].gradient_checkpointing:  # train() was called again
         _set_recompute(layers, False)
-    if activations.policy == "recompute" or not _alone(trainer):
-        return original(trainer, model, inputs, *args, **kwargs)
-    return _again_if_too_large(original, trainer, layers, state, activations, model, inputs, *args, **kwargs)
+    _offload(trainer).on = activations.policy == "offload"
+    if _can_be_done_again(trainer, layers, activations):
+        loss = _again_if_too_large(original, trainer, layers, state, activations, model, inputs, *args, **kwargs)
+    else:
+        loss = original(trainer, model, inputs, *args, **kwargs)
+    if counting and (gauge := _gauge(trainer)) is not None:
+        activations.peak = gauge.peak
+    return loss
 
 
 def _layers(trainer: Any) -> list[Any]:
@@ -103,6 +108,30 @@ def _alone(trainer: Any) -> bool:
     return bool(trainer.accelerator.distributed_type == "NO")
 
 
+def _offload(trainer: Any) -> Offload:
+    core: Any = patched_core(trainer.model)
+    return core._fastlm_model.offload
+
+
+def _last_policy(layers: list[Any]) -> str:
+    return "offload" if "_fastlm" in layers[0].__dict__ else "recompute"  # only ours know how
+
+
+def _can_be_done_again(trainer: Any, layers: list[Any], activations: Activations) -> bool:
+    """Whether something is left to try should this micro-step not fit; earlier gradients are set aside for that.
+
+    Where all is kept there is room for them. Else they must not take what offloading would free, nor disturb a count.
+    """
+    if not _alone(trainer) or activations.policy == _last_policy(layers):
+        return False
+    if activations.policy == "keep":
+        return True
+    earlier = sum(parameter.grad.nbytes for parameter in activations.trained if parameter.grad is not None)
+    core: Any = patched_core(trainer.model)
+    inputs = len(layers) * activations.tokens * core.config.get_text_config().hidden_size * core.dtype.itemsize
+    return earlier <= (0 if activations.policy == "first" else inputs)
+
+
 def _set_recompute(layers: list[Any], on: bool) -> None:
     for layer in layers:
         layer.gradient_checkpointing = on
@@ -113,6 +142,7 @@ def _begin_to_count(trainer: Any, layers: list[Any], activations: Activations, i
         return
     padded = inputs.get("attention_mask")
     activations.tokens = int(padded.sum()) if padded is not None else inputs["input_ids"].numel()
+    activations.trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     if (gauge := _gauge(trainer, begin=True)) is not None:  # loading or an earlier run may have taken more
         activations.before = gauge.allocated
     for layer in layers:
@@ -122,14 +152,13 @@ def _begin_to_count(trainer: Any, layers: list[Any], activations: Activations, i
 
 def _choose(trainer: Any, layers: list[Any], state: State, activations: Activations) -> None:
     """Set the policy for the rest of the run, the same on every rank."""
-    activations.trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     kept = [layer._fastlm.kept or 0 if "_fastlm" in layer.__dict__ else 0 for layer in layers]
     gauge, fits, needed = _gauge(trainer), False, 0
     if gauge is not None and all(kept):
         longer = _largest_batch(trainer, state, activations.tokens) / activations.tokens
         longer = max(1.0, min(longer, _LONGER) if _alone(trainer) else longer)
         # one layer's are part of the peak already: it was recomputed there
-        needed = int(longer * _MARGIN * (activations.peak - activations.before + sum(kept) - max(kept))) + _RESERVE
+        needed = int(longer * MARGIN * (activations.peak - activations.before + sum(kept) - max(kept))) + RESERVE
         if trainer.args.gradient_accumulation_steps > 1:
             needed += sum(parameter.nbytes for parameter in activations.trained)  # set aside during a micro-step
         fits = needed < gauge.free
@@ -166,30 +195,34 @@ def _again_if_too_large(
     original: Callable[..., Tensor], trainer: Any, layers: list[Any], state: State, activations: Activations,
     model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """The micro-step, with activations kept; if the GPU's memory does not do, once more with layers recomputed."""
+    """The micro-step; if the GPU's memory does not do, again with layers recomputed, then with inputs offloaded."""
     random, (devices, states) = torch.get_rng_state(), get_device_states(*activations.trained[:1])
     pending = {mode: list(rows) for mode, rows in state.pending.items()}
     metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}  # of a loss not ours
     seen = trainer._total_train_tokens
     with _earlier_gradients(activations.trained):
-        try:
-            return original(trainer, model, dict(inputs), *args, **kwargs)
-        except torch.OutOfMemoryError:
-            pass
-        # outside the handler, whose traceback would hold on to the activations
-        _clear(activations.trained)
-        state.pending.update(pending)
-        trainer._metrics["train"].clear()
-        trainer._metrics["train"].update(metrics)
-        trainer._total_train_tokens = seen
-        torch.set_rng_state(random)
-        if devices:
-            set_device_states(devices, states)
-            torch.cuda.empty_cache()
-        activations.policy = "recompute"
-        _set_recompute(layers, True)
-        tokens = inputs["input_ids"].numel()
-        state.voice.say(f"keeping activations was too much for a batch of {tokens} tokens: from here on recomputed")
+        while activations.policy != _last_policy(layers):
+            try:
+                return original(trainer, model, dict(inputs), *args, **kwargs)
+            except torch.OutOfMemoryError:
+                pass
+            # outside the handler, whose traceback would hold on to the activations
+            _clear(activations.trained)
+            state.pending.update({mode: list(rows) for mode, rows in pending.items()})
+            trainer._metrics["train"].clear()
+            trainer._metrics["train"].update({name: list(values) for name, values in metrics.items()})
+            trainer._total_train_tokens = seen
+            torch.set_rng_state(random)
+            if devices:
+                set_device_states(devices, states)
+                torch.cuda.empty_cache()
+            kept = activations.policy == "keep"
+            activations.policy = "recompute" if kept else "offload"
+            _set_recompute(layers, True)
+            _offload(trainer).on = not kept
+            what, then = ("activations", "recomputed") if kept else ("layer inputs", "in host memory")
+            tokens = inputs["input_ids"].numel()
+            state.voice.say(f"keeping {what} was too much for a batch of {tokens} tokens: from here on {then}")
         return original(trainer, model, inputs, *args, **kwargs)
 
 

@@ -37,7 +37,7 @@ def run(tmp_path: Any, setting: Any = "fastlm", layers: int = 2, **config: Any) 
     model = runs.model("llama", num_hidden_layers=layers)
     model.get_base_model()._fastlm_checkpointing = setting
     options = {"per_device_train_batch_size": 2, "max_steps": 4, "seed": 3, **config}
-    return runs.train(model, runs.rows(), runs.config(tmp_path, **options))
+    return runs.train(model, runs.rows(runs.LENGTHS), runs.config(tmp_path, **options))
 
 
 def recomputing(trainer: Any) -> list[bool]:
@@ -139,8 +139,36 @@ def test_a_batch_that_does_not_fit_is_done_again(tmp_path, free, monkeypatch, ca
         assert runs.logged(trainer, name) == runs.logged(expected_trainer, name), name
 
 
-def test_an_error_under_recompute_is_raised(tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_inputs_go_to_host_memory_where_recomputing_is_too_much(tmp_path, monkeypatch, capsys, accumulate, step):
+    options = {"gradient_accumulation_steps": accumulate, "per_device_train_batch_size": 1, "layers": 3}
+    monkeypatch.setattr(runs, "LENGTHS", (100,) * 8)  # longer than an adapter's gradients are large
+    _, expected = run(tmp_path, setting="recompute", **options)
+    # each micro-batch runs 3 layers twice; in the first of a step, and then in the last of a step, the last layer again
+    TooMuch(monkeypatch, 4 if step == 0 else 6 * accumulate + 6 * (accumulate - 1) + 4, False)
+    trainer, gradients = run(tmp_path, **options)
+    assert same(gradients, expected) and state_of(trainer).activations.policy == "offload"
+    assert "keeping layer inputs was too much for a batch of" in capsys.readouterr().out
+    offload = trainer.model.get_base_model()._fastlm_model.offload
+    assert offload.on and offload.nbytes() == 2**21  # of 3 layers' inputs: not the first, a leaf, nor the last
+    runs.train(trainer.model, runs.rows(), runs.config(tmp_path))
+    assert not offload.on  # another run finds out for itself
+
+
+def test_whole_gradients_are_not_set_aside_for_what_offloading_frees(tmp_path, monkeypatch):
+    model = tiny_model("llama")
+    fastlm.patch(model)
+    model._fastlm_checkpointing = "fastlm"
+    config = runs.config(tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=1, max_steps=2)
+    TooMuch(monkeypatch, 8 + 4 + 3, False)  # second micro-batch of the second step
+    with pytest.raises(torch.OutOfMemoryError, match="a test"):
+        runs.train(model, runs.rows((2,) * 8), config)
+
+
+def test_an_error_under_offload_is_raised(tmp_path, monkeypatch):
     TooMuch(monkeypatch, 3, False)
+    TooMuch(monkeypatch, 3 + 2, False)
     with pytest.raises(torch.OutOfMemoryError, match="a test"):
         run(tmp_path)
 
@@ -260,11 +288,12 @@ def test_layers_that_the_user_does_not_recompute_stay_so(tmp_path, free):
     assert recomputing(trainer) == [True, False, True, False]
 
 
-def test_a_second_failure_is_raised_and_leaves_the_earlier_gradients(tmp_path, free, monkeypatch):
+def test_a_failure_of_the_last_policy_is_raised_and_leaves_the_earlier_gradients(tmp_path, free, monkeypatch):
     options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 1}
     free(8 * GIB)
     TooMuch(monkeypatch, 8 + 2 + 1, True)  # as above, in backward
     TooMuch(monkeypatch, 8 + 2 + 4 + 1, True)  # and in the second run of its last layer
+    TooMuch(monkeypatch, 8 + 2 + 4 + 3 + 1, True)  # and there again with inputs in host memory
     held: list[dict[str, Any]] = []
     model = runs.model("llama")
     model.get_base_model()._fastlm_checkpointing = "fastlm"
