@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .packing.collators import PackingCollator as PackingCollator
     from .packing.collators import PaddingFreeCollator as PaddingFreeCollator
     from .packing.packer import pack as pack
+    from .planner import plan as plan
 
     FastModel = FastLanguageModel
 
@@ -31,6 +32,7 @@ _PUBLIC: dict[str, tuple[str, str, bool]] = {
     "is_bfloat16_supported": ("fastlm.loader", "is_bfloat16_supported", False),
     "pack": ("fastlm.packing.packer", "pack", False),
     "patch": ("fastlm.models.patch", "patch", True),
+    "plan": ("fastlm.planner", "plan", False),
     "report": ("fastlm.models.patch", "report", False),
     "unpatch": ("fastlm.models.patch", "unpatch", False),
 }

@@ -6,7 +6,7 @@ import fastlm
 
 NAMES = {
     "FastLanguageModel", "FastModel", "PackingCollator", "PaddingFreeCollator", "SequenceBoundaries",
-    "is_bfloat16_supported", "pack", "patch", "report", "unpatch", "__version__",
+    "is_bfloat16_supported", "pack", "patch", "plan", "report", "unpatch", "__version__",
 }  # fmt: skip
 
 

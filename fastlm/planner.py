@@ -1,0 +1,290 @@
+"""What fits: the memory that a training step will take, by part, before anything is downloaded or allocated.
+
+    >>> print(fastlm.plan("Qwen/Qwen3-8B", gpu_memory=24, max_length=4096, batch_size=4, load_in_4bit=True))
+
+The bytes come from training/costs.py; seconds come from the table below.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from . import keywords as kw
+from .console import table
+from .gguf_weights import GGUFCheckpoint, find_gguf
+from .loader import base_of_adapter, existing, load_config
+from .models.patch import patch, unwrap_peft
+from .options import bits_of, check_bits, fit_length
+from .training.costs import POLICIES, StepCosts, step_costs
+from .training.memory import MARGIN, RESERVE
+
+__all__ = ["GPUS", "Plan", "plan"]
+
+_MOST_TOKENS = 2**31
+_SHORTEST = 128  # tokens of a sample below which a smaller setting is not offered
+
+
+@dataclass(frozen=True)
+class GPU:
+    """GB of memory, TFLOP/s of large 16-bit products, TB/s of a copy, GB/s to host memory; how these are known."""
+
+    memory: int
+    products: float
+    copy: float
+    link: float
+    known: str = "measured"
+
+
+# An H200 reaches 66% of its data sheet's products and 89% of its bandwidth; the others are taken to do the same.
+def _from_sheet(memory: int, products: float, bandwidth: float, link: float) -> GPU:
+    return GPU(memory, products * 650 / 989, bandwidth * 4.27 / 4.8, link, "data sheet, not measured")
+
+
+GPUS = {
+    "H200": GPU(141, 650, 4.27, 50),  # its link is not measured
+    "B200": _from_sheet(180, 2250, 8.0, 50),
+    "H100": _from_sheet(80, 989, 3.35, 50),
+    "A100": _from_sheet(80, 312, 2.04, 25),
+    "L4": _from_sheet(24, 121, 0.3, 25),
+    "T4": _from_sheet(16, 65, 0.32, 12),
+}
+# H200, Llama-3-8B shapes, 16,338 tokens: 0.899 s a step, of which products take 0.739. Every byte that a layer keeps
+# makes up for the rest if it is read or written this often: norms, rotations, gates, adapters, short attention.
+_TRAFFIC = 11
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training step takes, in bytes as torch's allocator counts them.
+
+    fits: whether it fits with ``policy``, the fastest that does: "keep" all activations, "recompute" the layers, or
+        "offload" their inputs too. Where none does, the one that takes least; ``advice`` names what would fit.
+    peak_bytes: at the worst moment. parts: "weights", "adapters", "optimiser", "gradients", "activations", "loss" and
+        "workspace" then, which add up to it. peaks: of each policy.
+    memory_bytes: of the GPU. largest_batch, longest_length: that fit if nothing else changes; 0 where nothing does.
+    seconds_per_step: by GPU, this machine's or those that have the memory. Steps of few thousand tokens take longer:
+        they wait for the host.
+    """
+
+    fits: bool
+    policy: str
+    peak_bytes: int
+    parts: dict[str, int]
+    peaks: dict[str, int]
+    memory_bytes: int
+    largest_batch: int
+    longest_length: int
+    seconds_per_step: dict[str, float]
+    advice: str | None
+    setting: str
+
+    def __str__(self) -> str:
+        how = {
+            "keep": "all activations kept",
+            "recompute": "layers recomputed",
+            "offload": "layer inputs in host memory",
+        }
+        verdict = f"fits, {how[self.policy]}" if self.fits else "does not fit"
+        rows: list[tuple[str, ...]] = [("part", "GiB")]
+        rows += [(name, _gib(value)) for name, value in self.parts.items()]
+        rows += [("peak", f"{_gib(self.peak_bytes)} of {_gib(self.memory_bytes)}")]
+        lines = [f"{self.setting}: {verdict}", "", table(rows), ""]
+        lines.append("peak by policy: " + ", ".join(f"{name} {_gib(value)}" for name, value in self.peaks.items()))
+        if self.largest_batch or self.longest_length:
+            lines.append(f"fits up to batch {self.largest_batch:,}, or samples of {self.longest_length:,} tokens")
+        for name, seconds in self.seconds_per_step.items():
+            lines.append(f"{name}: {seconds:.3g} s a step (its speed: {GPUS[name].known})")
+        return "\n".join(lines + ([] if self.advice is None else [self.advice]))
+
+    def facts(self) -> dict[str, Any]:
+        """Everything as one JSON object."""
+        return asdict(self)
+
+
+def plan(
+    model: Any, *, gpu_memory: float | None = None, max_length: int = 2048, batch_size: int = 1, r: int = 16,
+    target_modules: Sequence[str] | str | None = kw.PROJECTIONS, load_in_4bit: bool = False,
+    full_finetuning: bool = False, optim: str = "adamw_8bit", gradient_accumulation_steps: int = 1,
+    use_gradient_checkpointing: bool | str = "fastlm", trust_remote_code: bool = False, **hub: Any,
+) -> Plan:  # fmt: skip
+    """Predict whether, how and how fast a model trains on a GPU, and what would still fit.
+
+    model: a folder, hub name, adapter or GGUF file, of which the configuration alone is read; a configuration; or a
+        loaded model, whose adapters, dtype and quantisation then hold.
+    gpu_memory: GiB; None is this machine's GPU. max_length, batch_size: tokens of a sample and samples of a
+        micro-batch, all of them that long. r, target_modules, load_in_4bit, full_finetuning: as for FastLanguageModel.
+    optim: as SFTConfig's. use_gradient_checkpointing: False, "recompute" or "offload" force that policy.
+    hub: token, revision, cache_dir and the like.
+
+    Activations are taken to be in 16 bits, for a loaded model in its dtype.
+
+    Raises ValueError for settings that exclude each other, layers that fastlm does not fuse, a length past the
+    model's limit, and no GPU; FileNotFoundError where there is no model.
+    """
+    check_bits(load_in_4bit=load_in_4bit, full_finetuning=full_finetuning)
+    for name, value in (("max_length", max_length), ("batch_size", batch_size), ("r", r)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; it must be a whole number above 0")
+    memory = _memory(gpu_memory)
+    checkpointing = kw.check_checkpointing(use_gradient_checkpointing)
+    forced = {False: "keep", "recompute": "recompute", "offload": "offload"}.get(checkpointing)
+    policies = POLICIES if forced is None else (forced,)
+
+    core = unwrap_peft(model)
+    loaded = isinstance(core, PreTrainedModel)
+    config = copy.deepcopy(core.config if loaded else _config(model, trust_remote_code, hub))
+    fit_length(config, max_length, None, is_default=False)
+    dtype = core.dtype if loaded else torch.bfloat16
+    bits = bits_of(SimpleNamespace(config=config, dtype=dtype))
+    if bits not in ("4-bit", "16-bit", "32-bit"):
+        raise ValueError(f"plan knows weights in 16 bits and in NF4; these are {bits}")
+    config.__dict__.pop("quantization_config", None)
+    with torch.device("meta"):
+        twin = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    patch(twin)
+    full = full_finetuning or getattr(core, "_fastlm_full_finetuning", False)
+    ranks = _ranks(core) if loaded else {}
+    lora = ranks or dict.fromkeys(_targets(twin, target_modules), r)
+    accumulates = gradient_accumulation_steps > 1
+
+    def costs_of(in_4bit: bool, full: bool) -> StepCosts:
+        return step_costs(
+            twin, {} if full else lora, full=full, quantised=in_4bit, optimiser=optim, accumulates=accumulates
+        )
+
+    in_4bit, tokens = load_in_4bit or bits == "4-bit", batch_size * max_length
+    costs = costs_of(in_4bit, full)
+    parts = {policy: costs.worst_moment(policy, tokens) for policy in policies}
+    peaks = {policy: sum(part.values()) for policy, part in parts.items()}
+    policy = next((name for name in policies if _needed(costs, name, tokens) <= memory), None)
+    most = _most_tokens(costs, policies, memory)
+    limit = getattr(config.get_text_config(), "max_position_embeddings", _MOST_TOKENS)
+    advice = None
+    if policy is None:
+        settings = {"": costs} | ({} if in_4bit else {"load_in_4bit=True, ": costs_of(True, False)})
+        advice = _advice(settings, policies, memory, batch_size, max_length)
+    chosen = policy or min(peaks, key=lambda name: peaks[name])
+    held = "NF4" if in_4bit else str(dtype).removeprefix("torch.")
+    how = "every weight trained" if full else f"LoRA r={max(lora.values())}"
+    count = sum(parameter.numel() for parameter in twin.parameters()) / 1e9
+    return Plan(
+        fits=policy is not None, policy=chosen, peak_bytes=peaks[chosen], parts=parts[chosen], peaks=peaks,
+        memory_bytes=memory, largest_batch=most // max_length, longest_length=min(most // batch_size, limit),
+        seconds_per_step={
+            name: _seconds(GPUS[name], costs, chosen, tokens, max_length, in_4bit, full)
+            for name in _gpus(memory) if policy is not None
+        },
+        advice=advice,
+        setting=f"{config.model_type}, {count:.2f} billion weights in {held}, {how}, {optim}, "
+        f"{batch_size} x {max_length:,} tokens",
+    )  # fmt: skip
+
+
+def _memory(gpu_memory: float | None) -> int:
+    if gpu_memory is not None:
+        if not gpu_memory > 0:
+            raise ValueError(f"gpu_memory is {gpu_memory!r}; it must be a number of GiB above 0")
+        return int(gpu_memory * 2**30)
+    if not torch.cuda.is_available():
+        raise ValueError("there is no GPU here: say for how many GiB to plan (gpu_memory, --gpu-memory)")
+    return int(torch.cuda.mem_get_info()[1] * torch.cuda.get_per_process_memory_fraction())
+
+
+def _gpus(memory: int) -> list[str]:
+    """Those to tell seconds for: this machine's, or all of the table that have this memory."""
+    if torch.cuda.is_available():
+        words = torch.cuda.get_device_name().replace("-", " ").split()
+        return [name for name in GPUS if name in words]
+    return [name for name, gpu in GPUS.items() if gpu.memory * 2**30 >= memory]
+
+
+def _config(model: Any, trust_remote_code: bool, hub: dict[str, Any]) -> PreTrainedConfig:
+    if isinstance(model, PreTrainedConfig):
+        return model
+    if not isinstance(model, str | os.PathLike):
+        raise TypeError(f"plan takes a model, its configuration or its name, not {type(model).__name__}")
+    name = existing(model)
+    base = base_of_adapter(name, hub)
+    name = name if base is None else existing(base, f", the base of the adapter {name}")
+    gguf = find_gguf(name)
+    return load_config(name, trust_remote_code, hub) if gguf is None else GGUFCheckpoint(gguf).config
+
+
+def _ranks(core: Any) -> dict[str, int]:
+    """Rank of every adapter of a loaded model, by the name that the adapted module has without PEFT."""
+    for name, module in core.named_modules():
+        if type(module).__name__ == "ModulesToSaveWrapper":
+            raise ValueError(f"plan does not count modules_to_save ({name})")
+    return {name: max(module.r.values()) for name, module in core.named_modules() if hasattr(module, "lora_A")}
+
+
+def _targets(twin: Any, targets: Any) -> list[str]:
+    """Full names of the modules that target_modules means."""
+    named = kw.resolve_targets(twin, targets)
+    if isinstance(named, str):
+        head = twin.get_output_embeddings()
+        linear = [name for name, m in twin.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
+        return [name for name in linear if named == "all-linear" or re.fullmatch(named, name)]
+    return [name for name, _ in twin.named_modules() if name.rpartition(".")[2] in named or name in named]
+
+
+def _needed(costs: StepCosts, policy: str, tokens: int) -> int:
+    """Bytes that a GPU must have."""
+    standing = sum(costs.standing().values())
+    return int(standing + MARGIN * (sum(costs.worst_moment(policy, tokens).values()) - standing)) + RESERVE
+
+
+def _most_tokens(costs: StepCosts, policies: Sequence[str], memory: int) -> int:
+    """Of a micro-batch that fits under one of the policies."""
+    fitting, too_many = 0, _MOST_TOKENS
+    while too_many - fitting > 1:
+        tokens = (fitting + too_many) // 2
+        if min(_needed(costs, policy, tokens) for policy in policies) <= memory:
+            fitting = tokens
+        else:
+            too_many = tokens
+    return fitting
+
+
+def _advice(
+    settings: dict[str, StepCosts], policies: Sequence[str], memory: int, batch_size: int, max_length: int
+) -> str:
+    """The first of these settings that fits with fewer or shorter samples, or the memory that the last one needs."""
+    shortest = min(_SHORTEST, max_length)
+    for change, costs in settings.items():
+        most = _most_tokens(costs, policies, memory)
+        if most >= shortest:
+            length = min(max_length, most if most < 64 else most // 64 * 64)
+            return f"would fit: {change}batch {min(batch_size, most // length)}, samples of {length:,} tokens"
+    least = min(_needed(costs, policy, shortest) for policy in policies)
+    return f"no setting fits: {change}batch 1, samples of {shortest} tokens takes a GPU of {least / 2**30:.1f} GiB"
+
+
+def _seconds(gpu: GPU, costs: StepCosts, policy: str, tokens: int, length: int, in_4bit: bool, full: bool) -> float:
+    """The GPU's time for one micro-batch and the optimiser's step."""
+    layers, again = costs.layers, policy != "keep"
+    once = sum(layer.products for layer in layers)
+    second = again * sum(layer.again for layer in layers)
+    head = costs.vocabulary * costs.hidden // costs.size
+    products = 2 * tokens * ((2 + full) * once + second + (3 if full else 2) * head)
+    attention = sum(layer.queries for layer in layers) * 2 * tokens * length * (3.5 + again)
+    moved = tokens * sum(layer.kept for layer in layers) * _TRAFFIC * (1.3 if again else 1.0)
+    moved += (2 + again) * 8 * once * in_4bit  # dequantised: 2.5 bytes a weight at 64% of a copy's bandwidth, twice
+    moved += 2 * (costs.optimiser + costs.gradients + costs.adapters + costs.weights * full)
+    sent = 2 * tokens * sum(layer.entering for layer in layers) if policy == "offload" else 0
+    # attention comes to half of a product's TFLOP/s; copies to host memory and back run beside all this
+    computing = (products + 2 * attention) / (gpu.products * 1e12) + moved / (gpu.copy * 1e12)
+    return max(computing, sent / (gpu.link * 1e9))
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.2f}"

@@ -1,0 +1,272 @@
+"""Bytes that one training step takes at its worst moment, part by part, from a model's shapes alone.
+
+What a decoder layer leaves for backward is read off the code that runs it (models/layers.py and the kernels under it):
+a change there is a change here, and the tests compare the two, storage by storage. Tokens are those of one micro-batch
+without padding, every one a target. What torch's allocator counts is counted: no CUDA context, no fragmentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..kernels.linear_cross_entropy import chunk_rows
+
+__all__ = ["OPTIMISERS", "PARTS", "POLICIES", "LayerCosts", "StepCosts", "layer_costs", "optimiser_bytes", "step_costs"]
+
+POLICIES = ("keep", "recompute", "offload")  # of activations, the fastest first
+PARTS = ("weights", "adapters", "optimiser", "gradients", "activations", "loss", "workspace")
+OPTIMISERS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch", "adamw_torch_fused", "sgd")
+
+_LIBRARIES = 2**25  # bytes: cuBLAS's workspace on Hopper, which it has from torch's allocator
+_STATISTICS = 32  # bytes of loss, entropy and the like that a target leaves in fp32
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """One decoder layer; bytes a token, where nothing else is said.
+
+    entering: the residual stream that it reads. kept: what it leaves for backward, without that.
+    keeps_entering: whether backward needs that too, be the layer recomputed or not.
+    moments: in its backward, the part of ``kept`` that is still there, workspace, how much of that a recomputed layer
+        finds in what it keeps, and, whatever the tokens, bytes of gradients and weights made dense.
+    copies: bytes of adapters side by side and in the activations' dtype, which it keeps too, whatever the tokens.
+    gradients: bytes of its trained tensors, whatever the tokens.
+    products, again: multiplications a token of its projections, and of those that a second forward runs.
+    queries: numbers that all query heads make of a token.
+    """
+
+    entering: int
+    kept: int
+    keeps_entering: bool
+    moments: tuple[tuple[int, int, int, int], ...]
+    copies: int
+    gradients: int
+    products: int
+    again: int
+    queries: int
+
+    def stored(self, policy: str) -> int:
+        """Between forward and backward."""
+        if policy == "keep":
+            return self.kept + self.entering * self.keeps_entering
+        return self.entering if policy == "recompute" else 0
+
+
+def layer_costs(
+    layer: Any, ranks: Mapping[str, int], *, full: bool, quantised: bool, size: int, adapter_size: int
+) -> LayerCosts:
+    """Costs of a patched decoder layer whose projections, by name, have adapters of these ranks.
+
+    full: its weights are trained, and ranks is empty. quantised: its weights are made dense where they are needed.
+    size, adapter_size: bytes of an element of its activations, and of an adapter.
+    """
+    attention, mlp = layer.self_attn, layer.mlp
+    form, attention_form, mlp_form = (module._fastlm.form for module in (layer, attention, mlp))
+    weights = {
+        name.rpartition(".")[2]: module.weight.shape
+        for name, module in layer.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    hidden, queries = weights["o_proj"]
+    heads, inner = queries // attention.head_dim, weights["down_proj"][1]
+    qkv = ("qkv_proj",) if attention_form.packed else ("q_proj", "k_proj", "v_proj")
+    keys = (weights["qkv_proj"][0] - queries) // 2 if attention_form.packed else weights["k_proj"][0]
+    gate_up = ("gate_up_proj",) if mlp_form.packed else ("gate_proj", "up_proj")
+
+    def reads(*names: str) -> bool:
+        """Whether backward needs what these projections read."""
+        return full or any(name in ranks for name in names)
+
+    def low(*names: str) -> int:
+        return sum(ranks.get(name, 0) for name in names)
+
+    def gradients(*names: str) -> int:
+        if full:
+            return sum(weights[name].numel() for name in names) * size
+        return sum(ranks.get(name, 0) * sum(weights[name]) for name in names) * adapter_size
+
+    casts, copies = adapter_size != size, 0
+    for together in (qkv, ("o_proj",), gate_up, ("down_proj",)):
+        adapted = [name for name in together if name in ranks]
+        copies += size * (casts or len(adapted) > 1) * sum(ranks[name] * weights[name][1] for name in adapted)
+        copies += size * casts * sum(ranks[name] * weights[name][0] for name in adapted)
+
+    # elements a token; what attention's backward needs, and what is gone by then
+    attended = 2 * queries + keys + (queries + 2 * keys if attention_form.packed else keys)  # q, k rotated, output, v
+    attended += hidden * (form.norm_in and reads(*qkv)) + low(*qkv)
+    attended += (queries + keys) * bool(attention_form.head_norm)
+    fused = not full and not mlp_form.packed and reads(*gate_up, "down_proj")
+    product = inner * (not fused and reads("down_proj"))
+    gated = 2 * inner + product + low(*gate_up, "down_proj", "o_proj") + hidden * (form.norm_in and reads(*gate_up))
+    # the stream between the halves; where norms follow them, what these read
+    gated += hidden * (2 + (form.norm_in or reads(*gate_up)) if form.norm_out else 1)
+    kept = (attended + gated) * size + 4 * heads + 8 * (form.norm_in + form.norm_out)
+
+    read = kept - (product + hidden * form.norm_out) * size  # before the activation's backward
+    incoming = hidden * (1 + form.norm_out)  # the gradient, and what a norm made of it
+    lean = fused and not form.norm_out  # recomputed without its output, once: dgate and dup take gate's and up's place
+    reused = 2 * inner * size * lean
+    dense = 2 * 2 * hidden * inner * quantised  # one goes when the next has come
+    flash = not attention_form.softcap  # its backward sums dQ in fp32 and has dK and dV of every query head
+    turning = hidden + 2 * queries + 2 * keys + 2 * queries * (flash and keys < queries)
+    moments = (
+        (read, (incoming + 3 * inner) * size, reused, gradients("down_proj")),
+        (read - 2 * inner * size * (not fused), (incoming + (1 + (not fused)) * hidden + 2 * inner) * size, reused,
+         gradients(*gate_up, "down_proj") + dense),
+        (attended * size + 4 * heads, turning * size + 4 * (queries * flash + 2 * heads), 0,
+         gradients(*gate_up, "down_proj", "o_proj")),
+    )  # fmt: skip
+    products = sum(weight.numel() for weight in weights.values())
+    trained = sum(p.numel() for p in layer.parameters()) * size if full else gradients(*weights)
+    left_out = weights["down_proj"].numel() * lean
+    return LayerCosts(
+        hidden * size, kept, form.norm_in or reads(*qkv), moments, copies, trained, products, products - left_out,
+        queries,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """A whole model, in bytes; hidden, the residual stream, and tables, cos and sin, are a token's.
+
+    gradients: of all trained tensors. stepping: what the optimiser's step takes besides its states. size: of an
+    element of activations. tied: whether the head's weight is the embedding's. accumulates: several micro-batches a
+    step.
+    """
+
+    layers: tuple[LayerCosts, ...]
+    weights: int
+    adapters: int
+    gradients: int
+    optimiser: int
+    stepping: int
+    hidden: int
+    tables: int
+    vocabulary: int
+    size: int
+    trained_head: bool
+    tied: bool
+    accumulates: bool = False
+
+    def standing(self) -> dict[str, int]:
+        """Parts that are there all the time."""
+        return {"weights": self.weights, "adapters": self.adapters, "optimiser": self.optimiser}
+
+    def worst_moment(self, policy: str, tokens: int) -> dict[str, int]:
+        """Bytes of every part when their sum is largest, activations kept by this policy."""
+        stored = [layer.stored(policy) for layer in self.layers]
+        below, again = sum(stored), policy != "keep"
+        # of the inputs in host memory the last stays, then the next is fetched; one that is a leaf never leaves
+        here = self.hidden * (1 + (not self.trained_head)) if policy == "offload" else 0
+        table = self.vocabulary * self.hidden * self.trained_head  # bytes of the head's weight, and of its gradient
+        earlier = self.gradients if self.accumulates else 0
+        copies = sum(layer.copies for layer in self.layers) * (not again)
+        activations = tokens * (below + here + 2 * self.hidden + self.tables) + copies
+        moments = [self._moment(earlier, activations, self._loss(tokens), 0)]
+        gradients = table
+        for layer, own in zip(reversed(self.layers), reversed(stored), strict=True):
+            below -= own
+            here = here if layer is not self.layers[0] else 0  # nothing is below that could be fetched
+            # what enters it, and what its second forward makes of that
+            both_ends = self.hidden * (1 if again else layer.keeps_entering) + self.hidden * again
+            for kept, workspace, reused, fixed in layer.moments:
+                # kept activations mean that a step can be taken again: earlier gradients are set aside until it is done
+                new = gradients if not again or not self.accumulates else 0
+                activations = tokens * (below + here + both_ends + kept + self.tables) + max(copies, layer.copies)
+                moments.append(
+                    self._moment(earlier + new, activations, 0, tokens * (workspace - reused * again) + fixed)
+                )
+            gradients += layer.gradients
+            copies -= layer.copies * (not again)
+        moments.append(self._moment(self.gradients + earlier * (not again), 0, 0, table * self.tied))
+        moments.append(self._moment(self.gradients, 0, 0, self.stepping))
+        return max(moments, key=lambda parts: sum(parts.values()))
+
+    def _moment(self, gradients: int, activations: int, loss: int, workspace: int) -> dict[str, int]:
+        return self.standing() | {
+            "gradients": gradients, "activations": activations, "loss": loss, "workspace": workspace + _LIBRARIES,
+        }  # fmt: skip
+
+    def _loss(self, targets: int) -> int:
+        """The rows that the head reads, their gradient, a chunk of logits, and the gradient of a trained head."""
+        chunk = min(targets, chunk_rows(self.vocabulary, self.size, "cuda", trainable=self.trained_head))
+        table = self.vocabulary * self.hidden * self.trained_head
+        sums = table // self.size * 4
+        return targets * (2 * self.hidden + _STATISTICS) + sums + max(chunk * self.vocabulary * self.size, table)
+
+
+def optimiser_bytes(name: str, tensors: Iterable[tuple[int, int, bool]]) -> tuple[int, int]:
+    """(bytes of states, bytes that a step takes besides) for trained tensors (elements, bytes of each, embedding?).
+
+    The 8-bit optimisers hold tensors of fewer than 4,096 elements in fp32, and transformers' Trainer has them hold
+    embeddings so; paged states of 100,000 elements and more are not the GPU's. Raises ValueError for an unknown name.
+    """
+    if name not in OPTIMISERS:
+        raise ValueError(f"plan does not know the optimiser {name!r}; it knows {', '.join(OPTIMISERS)}")
+    states = step = 0
+    for elements, size, embedding in tensors:
+        if "8bit" in name:
+            in_fp32 = embedding or elements < 4096
+            paged = name.startswith("paged") and elements >= 100_000
+            states += 0 if paged else (8 if in_fp32 else 2) * elements
+            states += 0 if in_fp32 else 8 * -(-elements // 256)  # scales of blocks
+        elif name.startswith("adamw"):
+            states += 2 * elements * size
+            step += elements * size * (name == "adamw_torch")  # its square roots, of all tensors at once
+    return states, step
+
+
+def step_costs(
+    model: Any, ranks: Mapping[str, int], *, full: bool = False, quantised: bool = False, optimiser: str = "adamw_8bit",
+    accumulates: bool = False,
+) -> StepCosts:  # fmt: skip
+    """Costs of training a patched causal LM, which may lie on the meta device; its dtype is that of activations too.
+
+    ranks: of the adapters to be, by module name; empty with full. quantised: to NF4, all projections but the head.
+    accumulates: several micro-batches a step. Raises ValueError for layers that run stock code, whose activations
+    are not known here.
+    """
+    size, backbone, head = model.dtype.itemsize, model.base_model, model.get_output_embeddings()
+    report = model._fastlm_model.report
+    for name, reason in report.stock.items():
+        if not name.endswith(type(model).__name__):
+            raise ValueError(f"plan counts what layers keep that fastlm fuses, and {name} runs stock code ({reason})")
+    adapter_size = 2 if quantised else 4  # as the loader and TRL hold them
+    modules = dict(model.named_modules())
+    embedding = model.get_input_embeddings().weight
+    trained: list[tuple[int, int, bool]] = []
+    for name, rank in ranks.items():
+        trained += [(rank * side, adapter_size, False) for side in modules[name].weight.shape]
+    adapters = sum(elements * each for elements, each, _ in trained)
+    parameters = list(model.parameters())
+    if full:
+        trained = [(p.numel(), size, p is embedding) for p in parameters]
+    weights = sum(p.numel() for p in parameters) * size
+    if quantised:
+        for module in modules.values():
+            if isinstance(module, nn.Linear) and module is not head:
+                weights += _nf4_bytes(module.weight.numel()) - module.weight.numel() * size
+    path = next(name for name, module in modules.items() if module is backbone.layers)
+    layers = []
+    for index, layer in enumerate(backbone.layers):
+        inside = f"{path}.{index}."
+        own = {name.rpartition(".")[2]: rank for name, rank in ranks.items() if name.startswith(inside)}
+        layers.append(layer_costs(layer, own, full=full, quantised=quantised, size=size, adapter_size=adapter_size))
+    states, stepping = optimiser_bytes(optimiser, trained)
+    vocabulary, hidden = head.weight.shape
+    rotations = getattr(model.config, "rope_parameters", None) or {}  # gemma3 and olmo3 have two kinds of layers
+    tables = 2 * backbone.layers[0].self_attn.head_dim * max(1, sum(isinstance(r, dict) for r in rotations.values()))
+    return StepCosts(
+        tuple(layers), weights, adapters, sum(elements * each for elements, each, _ in trained), states, stepping,
+        hidden * size, tables * size, vocabulary, size, full, head.weight is embedding, accumulates,
+    )  # fmt: skip
+
+
+def _nf4_bytes(elements: int) -> int:
+    """A weight in doubly quantised NF4: half a byte an element, a byte a block of 64, 4 bytes for 256 of these."""
+    blocks = -(-elements // 64)
+    return -(-elements // 2) + blocks + 4 * -(-blocks // 256)

@@ -1,0 +1,200 @@
+"""fastlm/planner.py: what fits is said before anything is downloaded, and agrees with what was measured."""
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
+
+import fastlm
+from benchmarks.step import ARCHITECTURES, quantise
+from fastlm import cli
+from fastlm import plan as make_plan
+from fastlm.packing.collators import PaddingFreeCollator
+from fastlm.planner import GPUS, _seconds
+from fastlm.training.costs import PARTS, POLICIES, step_costs
+
+from .tiny import add_lora, enable_checkpointing, tiny_config, tiny_model
+
+GIB = 2**30
+RECORD = Path(__file__).parents[1] / "benchmarks/results/2026-11-29-step-llama8b-lora-sft_trainer-nvidia-h200.json"
+
+
+def config(arch: str = "llama8b") -> Any:
+    family, facts = ARCHITECTURES[arch]
+    return AutoConfig.for_model(family, **facts)
+
+
+def test_the_measured_step():
+    measured = json.loads(RECORD.read_text())["results"][0]
+    made = make_plan(config(), gpu_memory=130, max_length=1024, batch_size=16)
+    assert made.fits and made.policy == "keep"
+    assert made.peak_bytes / GIB == pytest.approx(measured["peak_gib"], rel=0.02)
+
+
+def test_the_measured_time():
+    measured = json.loads(RECORD.read_text())["results"][0]
+    model = meta(config())
+    ranks = {name: 16 for name, _ in model.named_modules() if name.endswith("_proj")}
+    costs = step_costs(model, ranks)
+    seconds = _seconds(GPUS["H200"], costs, "keep", measured["tokens_per_step"], 240, in_4bit=False, full=False)
+    assert seconds == pytest.approx(measured["s_per_step"], rel=0.05)
+
+
+def meta(config: Any) -> Any:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    fastlm.patch(model)
+    return model
+
+
+@pytest.mark.parametrize("memory", [4, 12, 16, 24, 40, 80])
+@pytest.mark.parametrize("arch, options", [
+    ("llama8b", {}), ("llama8b", {"load_in_4bit": True}), ("qwen3_1b7", {"full_finetuning": True}),
+])  # fmt: skip
+def test_it_fits_or_something_smaller_is_named(memory, arch, options):
+    setting: dict[str, Any] = dict(gpu_memory=memory, max_length=2048, batch_size=4, **options)
+    made = make_plan(config(arch), **setting)
+    assert sum(made.parts.values()) == made.peak_bytes == made.peaks[made.policy] and tuple(made.parts) == PARTS
+    assert made.fits == (made.advice is None) == (made.largest_batch >= 4) == (made.longest_length >= 2048)
+    assert made.peaks["keep"] > made.peaks["recompute"] >= made.peaks["offload"]
+    if made.fits:
+        assert made.peak_bytes < memory * GIB and made.seconds_per_step
+        largest = make_plan(config(arch), **setting | {"batch_size": made.largest_batch})
+        assert largest.fits and not make_plan(config(arch), **setting | {"batch_size": made.largest_batch + 1}).fits
+        longest = min(made.longest_length, config(arch).max_position_embeddings)
+        assert make_plan(config(arch), **setting | {"max_length": longest}).fits
+    else:
+        assert not made.seconds_per_step and made.advice in str(made)
+
+
+def test_16_bit_weights_of_8b_are_refused_on_12_gb_and_4_bits_offered():
+    made = make_plan(config(), gpu_memory=12, max_length=2048, batch_size=4)
+    assert not made.fits and made.parts["weights"] > 12 * GIB and made.largest_batch == made.longest_length == 0
+    assert made.advice == "would fit: load_in_4bit=True, batch 4, samples of 2,048 tokens"
+    assert make_plan(config(), gpu_memory=12, max_length=2048, batch_size=4, load_in_4bit=True).fits
+    hopeless = make_plan(config(), gpu_memory=4)
+    assert hopeless.advice is not None and "takes a GPU of 6." in hopeless.advice
+    smaller = make_plan(config("qwen3_1b7"), gpu_memory=6, max_length=32_768, batch_size=4)
+    assert smaller.advice is not None and smaller.advice.startswith("would fit: batch 1, samples of ")
+
+
+def test_the_policy_can_be_forced():
+    for value, policy in ((False, "keep"), ("recompute", "recompute"), ("offload", "offload")):
+        made = make_plan(config(), gpu_memory=130, use_gradient_checkpointing=value)
+        assert made.fits and made.policy == policy and list(made.peaks) == [policy]
+
+
+def test_a_name_a_configuration_and_a_loaded_model_agree(tmp_path):
+    facts = tiny_config("qwen3")
+    facts.save_pretrained(tmp_path)  # no weights, no tokenizer
+    made = make_plan(str(tmp_path), gpu_memory=1, max_length=64)
+    assert made == make_plan(facts, gpu_memory=1, max_length=64)
+    model = add_lora(tiny_model("qwen3", dtype=torch.bfloat16), r=16)
+    loaded = make_plan(model, gpu_memory=1, max_length=64, r=99)
+    assert (loaded.parts, loaded.setting) == (made.parts, made.setting)
+    assert "_fastlm_model" not in model.get_base_model().__dict__  # looked at, not patched
+    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert loaded.parts["adapters"] == 4 * adapters
+    assert loaded.parts["weights"] == 2 * sum(p.numel() for p in model.parameters()) - 2 * adapters
+
+
+def test_a_table_for_people(capsys):
+    text = str(make_plan(config(), gpu_memory=24, batch_size=4, load_in_4bit=True))
+    assert text.startswith("llama, 8.03 billion weights in NF4, LoRA r=16, adamw_8bit, 4 x 2,048 tokens: fits, ")
+    for word in (*PARTS, "peak by policy", "fits up to batch", "H200", "(its speed: data sheet, not measured)"):
+        assert word in text
+    assert [name for name, gpu in GPUS.items() if gpu.known == "measured"] == ["H200"]
+
+
+def test_mistakes(tmp_path, monkeypatch):
+    for error, message, arguments in (
+        (ValueError, "gpu_memory", dict(gpu_memory=0)), (ValueError, "max_length", dict(max_length=0)),
+        (ValueError, "takes 512 tokens", dict(max_length=513)), (ValueError, "adamw_8bit", dict(optim="lion")),
+        (ValueError, "contradict", dict(load_in_4bit=True, full_finetuning=True)),
+        (ValueError, "use_gradient_checkpointing", dict(use_gradient_checkpointing="fast")),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            make_plan(tiny_config("llama"), **{"gpu_memory": 1, "max_length": 64, **arguments})
+    with pytest.raises(FileNotFoundError, match="no model"):
+        make_plan(str(tmp_path / "absent"), gpu_memory=1)
+    with pytest.raises(TypeError, match="not int"):
+        make_plan(3, gpu_memory=1)
+    gpt2 = GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=40)
+    with pytest.raises(ValueError, match="runs stock code"):
+        make_plan(gpt2, gpu_memory=1, max_length=64, target_modules=["c_attn"])
+    other = tiny_config("llama")
+    other.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(ValueError, match="gptq"):
+        make_plan(other, gpu_memory=1, max_length=64)
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no GPU here"):
+            make_plan(tiny_config("llama"), max_length=64)
+
+
+def test_a_quantised_checkpoint_stays_so():
+    quantised = config()
+    quantised.quantization_config = {"load_in_4bit": True, "quant_method": "bitsandbytes"}
+    made = make_plan(quantised, gpu_memory=24)
+    assert made.parts == make_plan(config(), gpu_memory=24, load_in_4bit=True).parts
+    assert quantised.quantization_config is not None  # the user's own is left alone
+
+
+def test_the_command(tmp_path, capsys):
+    config("qwen3_1b7").save_pretrained(tmp_path)
+    line = ["plan", str(tmp_path), "--max-length", "2048", "--batch", "4", "--rank", "16", "--json", "--gpu-memory"]
+    assert cli.main([*line, "16", "--4bit"]) == 0
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    made = make_plan(config("qwen3_1b7"), gpu_memory=16, max_length=2048, batch_size=4, load_in_4bit=True)
+    assert facts == {"ok": True, **made.facts()}
+    assert cli.main([*line, "1"]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["fits"] is False
+    assert cli.main(["plan", str(tmp_path / "absent"), "--gpu-memory", "1"]) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family, kind, policy", [
+    *(("llama", kind, policy) for kind in ("lora", "full", "nf4") for policy in POLICIES),
+    *((family, "lora", policy) for family in ("qwen3", "gemma2", "phi3") for policy in POLICIES[:2]),
+])  # fmt: skip
+def test_predicted_peak_is_the_allocators(family, kind, policy):
+    heads = {} if family == "phi3" else dict(num_attention_heads=8, head_dim=128)
+    facts = tiny_config(
+        family, hidden_size=1024, intermediate_size=3584, num_hidden_layers=6, vocab_size=32_000,
+        max_position_embeddings=4096, **heads,
+    )  # fmt: skip
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated()
+    with torch.device("cuda"):
+        model: Any = AutoModelForCausalLM.from_config(facts, dtype=torch.bfloat16)
+    if kind == "nf4":
+        quantise(model)
+    core = model
+    if kind != "full":
+        model = add_lora(model, r=16, dtype=torch.bfloat16 if kind == "nf4" else torch.float32).cuda()
+        model.enable_input_require_grads()
+    fastlm.patch(model)
+    if policy != "keep":
+        enable_checkpointing(model)
+        core._fastlm_model.offload.on = policy == "offload"
+    model.train()
+    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
+    batch = PaddingFreeCollator()([{"input_ids": torch.randint(3, 32_000, (2048,)).tolist()} for _ in range(4)])
+    batch = {name: value.to("cuda") for name, value in batch.items()}
+    for _ in range(2):
+        optimiser.zero_grad(set_to_none=True)
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        optimiser.step()
+    measured = torch.cuda.max_memory_allocated() - before
+    made = make_plan(
+        facts, gpu_memory=80, max_length=2048, batch_size=4, load_in_4bit=kind == "nf4", full_finetuning=kind == "full",
+        optim="adamw_torch_fused", use_gradient_checkpointing=policy != "keep" and policy, target_modules="all-linear",
+    )  # fmt: skip
+    assert made.peak_bytes == pytest.approx(measured, rel=0.05)

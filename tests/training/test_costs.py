@@ -1,0 +1,235 @@
+"""fastlm/training/costs.py against what training really keeps: every storage, counted on tiny models."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from transformers import AutoModelForCausalLM
+
+import fastlm
+from fastlm.kernels.flash import FlashSettings, flash_attention
+from fastlm.models import layers
+from fastlm.models.patch import patched_core
+from fastlm.packing.collators import PaddingFreeCollator
+from fastlm.training.costs import _LIBRARIES, StepCosts, _nf4_bytes, optimiser_bytes, step_costs
+
+from ..kernels.interpreter import kernel_test, run_interpreted
+from ..tiny import add_lora, enable_checkpointing, tiny_model
+
+SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PACKED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+LENGTHS = (3, 1, 2)
+
+
+def test_interpreted() -> None:
+    run_interpreted(__file__)
+
+
+@pytest.fixture(autouse=True)
+def our_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that keeps what a GPU's backends keep: q, k, v, the output and a number for each head."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *args: Any, **options: Any) -> Tensor:
+        features = {name: options[name] for name in ("scale", "window", "softcap")}
+        return flash_attention(q, k, v, cu_seqlens, FlashSettings(**features))
+
+    monkeypatch.setattr(layers, "attention", attention)
+
+
+def build(family: str, targets: tuple[str, ...], policy: str) -> tuple[Any, StepCosts, dict[str, Any]]:
+    """A model ready to train (no targets: every weight), its costs from a twin without weights, and a batch."""
+    model = tiny_model(family, intermediate_size=224, vocab_size=40)
+    with torch.device("meta"):
+        twin = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    fastlm.patch(twin)
+    ranks = {name: 4 for name, _ in twin.named_modules() if name.rpartition(".")[2] in targets}
+    if targets:
+        model = add_lora(model, target_modules=list(targets))
+        model.enable_input_require_grads()  # as for a layer in the middle
+    fastlm.patch(model)
+    if policy != "keep":
+        enable_checkpointing(model)
+        patched_core(model)._fastlm_model.offload.on = policy == "offload"
+    rows = [{"input_ids": torch.randint(3, 40, (length,)).tolist()} for length in LENGTHS]
+    return model.train(), step_costs(twin, ranks, full=not targets), dict(PaddingFreeCollator()(rows))
+
+
+def given(model: nn.Module, batch: dict[str, Any]) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers(), *(value for value in batch.values() if isinstance(value, Tensor))]
+
+
+class Saved(torch.autograd.graph.saved_tensors_hooks):
+    """Counts ``bytes`` of the distinct storages that autograd saves, those of ``known`` tensors apart."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        self.bytes, self.storages = 0, {tensor.untyped_storage()._cdata: None for tensor in known}
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.storages and tensor.is_floating_point():
+                self.storages[storage._cdata] = storage  # held, so that nobody gets its address
+                self.bytes += storage.nbytes()
+            return tensor
+
+        super().__init__(pack, lambda tensor: tensor)
+
+
+class Live(TorchDispatchMode):
+    """Follows the bytes of all storages made while it is on, to their ``peak``."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.storages: dict[int, Any] = {tensor.untyped_storage()._cdata: None for tensor in known}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        gc.collect()  # the interpreter leaves cycles that hold a kernel's arguments
+        out = function(*args, **(kwargs or {}))
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor) and tensor.dtype != torch.uint8:  # that is host memory, of offloaded inputs
+                self._follow(tensor.untyped_storage())
+        return out
+
+    def _follow(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.storages:
+            return
+
+        def gone(_: Any) -> None:
+            del self.storages[key]
+            self.now -= size
+
+        self.storages[key] = weakref.ref(storage, gone)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+@pytest.fixture
+def quick_collection() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+SAVED = [
+    ("llama", SEVEN), ("llama", ("q_proj", "v_proj")), ("llama", ("o_proj",)), ("llama", ("down_proj",)), ("llama", ()),
+    ("mistral", SEVEN), ("qwen2", SEVEN), ("qwen3", SEVEN),  # q and k before their norms too
+    ("gemma2", SEVEN), ("gemma2", ()), ("gemma3_text", SEVEN),  # four norms, two rotations
+    ("olmo2", SEVEN), ("olmo2", ("o_proj",)),  # no norm in front
+    ("phi3", PACKED), ("phi3", ("qkv_proj",)), ("phi3", ()),  # v is a view of the packed product
+]  # fmt: skip
+
+
+@kernel_test
+@pytest.mark.parametrize("family, targets", SAVED)
+def test_what_is_kept_is_what_is_predicted(family, targets):
+    model, costs, batch = build(family, targets, "keep")
+    saved = Saved(given(model, batch))
+    core = model.get_base_model() if targets else model
+    with saved:
+        output = core.base_model(input_ids=batch["input_ids"], boundaries=batch["boundaries"], use_cache=False)
+    layers_keep = sum(layer.stored("keep") for layer in costs.layers)
+    a_token = layers_keep + costs.hidden + 4 + costs.tables  # the last norm: x, statistics
+    assert saved.bytes == sum(LENGTHS) * a_token + sum(layer.copies for layer in costs.layers)
+    del output
+
+
+@kernel_test
+@pytest.mark.parametrize("targets", [SEVEN, ()])
+def test_a_recomputed_layer_keeps_its_input(targets):
+    model, costs, batch = build("llama", targets, "recompute")
+    saved = Saved(given(model, batch))
+    core = model.get_base_model() if targets else model
+    with saved:
+        output = core.base_model(input_ids=batch["input_ids"], boundaries=batch["boundaries"], use_cache=False)
+    assert saved.bytes == sum(LENGTHS) * (sum(layer.stored("recompute") for layer in costs.layers) + costs.hidden + 4)
+    del output
+
+
+@kernel_test
+@pytest.mark.parametrize(
+    "family, targets, policy",
+    [
+        ("llama", SEVEN, "keep"), ("llama", ("q_proj", "v_proj"), "recompute"), ("llama", SEVEN, "offload"),
+        ("llama", (), "recompute"), ("gemma2", SEVEN, "keep"), ("phi3", PACKED, "recompute"),
+    ],
+)  # fmt: skip
+def test_the_worst_moment_of_a_step(quick_collection, family, targets, policy):
+    model, costs, batch = build(family, targets, policy)
+    live = Live(given(model, batch))
+    with live:
+        model(**batch, use_cache=False).loss.backward()
+    parts = costs.worst_moment(policy, sum(LENGTHS))
+    predicted = sum(parts.values()) - sum(costs.standing().values()) - _LIBRARIES
+    assert predicted == pytest.approx(live.peak, rel=0.04)
+
+
+def test_8bit_states_are_bitsandbytes_own():
+    from bitsandbytes.optim import AdamW8bit
+
+    sizes = [4096, 4095, 70_001]
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimiser = AdamW8bit(parameters, lr=1e-3)
+    optimiser.step()
+    states = sum(
+        value.nbytes for state in optimiser.state.values() for name, value in state.items()
+        if isinstance(value, Tensor) and not name.startswith("qmap")
+    )  # fmt: skip
+    assert optimiser_bytes("adamw_8bit", [(size, 4, False) for size in sizes]) == (states, 0)
+    assert optimiser_bytes("adamw_8bit", [(70_001, 2, True)]) == (8 * 70_001, 0)  # Trainer keeps embeddings in fp32
+    assert optimiser_bytes("paged_adamw_8bit", [(2**20, 2, False)])[0] == 8 * 2**12
+
+
+def test_torch_states_have_the_tensors_dtype():
+    parameter = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    optimiser = torch.optim.AdamW([parameter])
+    optimiser.step()
+    states = sum(optimiser.state[parameter][name].nbytes for name in ("exp_avg", "exp_avg_sq"))
+    assert optimiser_bytes("adamw_torch_fused", [(1000, 2, False)]) == (states, 0)
+    assert optimiser_bytes("adamw_torch", [(1000, 2, False)]) == (states, 2000)
+    assert optimiser_bytes("sgd", [(1000, 2, False)]) == (0, 0)
+
+
+def test_nf4_bytes_are_bitsandbytes_own():
+    from bitsandbytes.functional import quantize_4bit
+
+    weight = torch.randn(224, 192)
+    packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+    assert _nf4_bytes(weight.numel()) == packed.nbytes + state.absmax.nbytes + state.state2.absmax.nbytes
+
+
+def test_accumulation_sets_earlier_gradients_aside():
+    model, once, _ = build("llama", (), "keep")
+    several = step_costs(model, {}, full=True, accumulates=True)
+    tokens = sum(LENGTHS)
+    assert once.worst_moment("keep", tokens)["gradients"] <= once.gradients
+    assert several.worst_moment("keep", tokens)["gradients"] == 2 * several.gradients
+    assert several.gradients < sum(several.worst_moment("recompute", tokens).values()) - several.weights
+
+
+def test_stock_layers_are_refused():
+    from transformers import MixtralConfig
+
+    config = MixtralConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    fastlm.patch(model)
+    with pytest.raises(ValueError, match="runs stock code"):
+        step_costs(model, {})
+    with pytest.raises(ValueError, match="adamw_8bit"):
+        optimiser_bytes("adam_mini", [])
