@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.floor import step_floor
 from benchmarks.timing import DEVICE, on_gpu, record, save
 from fastlm import FastLanguageModel, PaddingFreeCollator, pack, patch, report
+from fastlm.training.profile import ACTIVITIES, Profile, profile_of
 
 LLAMA_8B: dict[str, Any] = dict(
     vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32,
@@ -57,7 +57,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": ("llama", TINY),
 }
 PROFILED_STEPS = 3
-LONGEST_NAME = 90
 
 
 def arguments_from(command: list[str] | None) -> argparse.Namespace:
@@ -232,7 +231,7 @@ def run(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, float]]:
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu() else 0.0
     tokens = [sum(len(ids) for ids in samples) for samples in steps]
     computed = [sum(batch["input_ids"].numel() for batch in group) for group in batches]
-    kernels, launches, busy_ms = profile_steps(trainer, batches[-PROFILED_STEPS:])
+    profiled = profile_steps(trainer, batches[-PROFILED_STEPS:])
     seconds_per_step = statistics.median(seconds)
     losses_read = [float(loss) for loss in losses + timed]
     facts = None if given.stock else report(trainer.model)
@@ -247,13 +246,13 @@ def run(given: argparse.Namespace) -> tuple[dict[str, Any], dict[str, float]]:
         "tokens_per_second": sum(tokens[half:]) / wall,
         "seconds_per_step": seconds_per_step,
         "peak_gib": peak,
-        "launches_per_step": launches,
-        "gpu_busy_share": busy_ms / 1e3 / seconds_per_step if busy_ms is not None else None,
+        "launches_per_step": profiled.launches,
+        "gpu_busy_share": profiled.kernel_ms / 1e3 / seconds_per_step if profiled.kernel_ms is not None else None,
         "losses": [losses_read[0], losses_read[half], losses_read[-1]],
         "fused": None if facts is None else facts.fused,
         "stock_layers": None if facts is None else len(facts.stock),
         "backends": None if facts is None else facts.backends,
-        "kernels": kernels,
+        "kernels": profiled.kernels,
     }
     if not given.floor or given.stock:
         return row, {}
@@ -289,43 +288,14 @@ def _mark() -> Any:
     return event
 
 
-def profile_steps(
-    trainer: Trainer, batches: list[list[dict[str, Any]]]
-) -> tuple[list[dict[str, Any]], float | None, float | None]:
-    """Per step: the ten kernels that take longest, the launches (copies included), the kernels' milliseconds.
-
-    Without a GPU: the ten operators that take the host longest; no launches, no busy time.
-    """
+def profile_steps(trainer: Trainer, batches: list[list[dict[str, Any]]]) -> Profile:
+    """Some steps, seen by the profiler."""
     synchronise()
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu() else ProfilerActivity.CPU]) as profiler:
+    with profile(activities=ACTIVITIES) as profiler:
         for batch in batches:
             trainer.step(batch)
         synchronise()
-    count = len(batches)
-    averages = profiler.key_averages()
-    if not on_gpu():
-        rows = [(entry.key, entry.self_cpu_time_total, entry.count) for entry in averages]
-        return _largest(rows, count), None, None
-    rows = [
-        (entry.key, entry.self_device_time_total, entry.count)
-        for entry in averages
-        if entry.device_type == DeviceType.CUDA and not getattr(entry, "is_user_annotation", False)
-    ]
-    return (
-        _largest(rows, count),
-        sum(row[2] for row in rows) / count,
-        sum(row[1] for row in rows) / count / 1e3,
-    )
-
-
-def _largest(rows: list[tuple[str, float, int]], steps: int) -> list[dict[str, Any]]:
-    """rows: name, microseconds, calls, of all steps together."""
-    total = sum(us for _, us, _ in rows) or 1.0
-    rows.sort(key=lambda row: -row[1])
-    return [
-        {"name": name[:LONGEST_NAME], "ms": us / steps / 1e3, "share": us / total, "calls": calls / steps}
-        for name, us, calls in rows[:10]
-    ]
+    return profile_of(profiler, len(batches))
 
 
 def table(row: dict[str, Any]) -> str:
@@ -334,11 +304,7 @@ def table(row: dict[str, Any]) -> str:
     for name, value in row.items():
         if name != "kernels":
             lines.append(f"{name:<24} {f'{value:,.6g}' if isinstance(value, float) else value}")
-    lines += [f"{'kernel':<{LONGEST_NAME}} {'ms':>9} {'share':>7} {'calls':>7}   (per step)"]
-    lines += [
-        f"{one['name']:<{LONGEST_NAME}} {one['ms']:>9.3f} {one['share']:>7.1%} {one['calls']:>7.1f}"
-        for one in row["kernels"]
-    ]
+    lines.append(str(Profile(PROFILED_STEPS, row["kernels"])))
     return "\n".join(lines)
 
 

@@ -1,7 +1,8 @@
-"""The command line: ``fastlm quickstart | train | doctor``.
+"""The command line: ``fastlm quickstart | train | plan | doctor``.
 
-Exit codes: 0 done, 1 ``doctor`` found a requirement out of range, 2 a mistake of the user's (one line on
-stderr), 130 interrupted. A traceback is a bug. With ``--json`` the last line of stdout is one JSON object.
+Exit codes: 0 done, 1 ``doctor`` found a requirement out of range or ``plan`` found no way to fit, 2 a mistake of the
+user's (one line on stderr), 130 interrupted. A traceback is a bug. With ``--json`` the last line of stdout is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -75,7 +76,23 @@ def make_parser() -> argparse.ArgumentParser:
     add("--packing", action="store_true", help="pack samples into rows of --max-seq-length tokens")
     bits = argparse.BooleanOptionalAction
     add("--load-in-4bit", action=bits, default=None, help="default: on a GPU yes, on a CPU no")
+    add("--profile", type=Path, metavar="FOLDER", help="trace a few steps into it, and show where their time goes")
     _add_common(train, output_dir="outputs/train")
+
+    planner = commands.add_parser("plan", help="what a training step will take, before anything is downloaded")
+    planner.set_defaults(command=_plan)
+    add = planner.add_argument
+    add("model", help="a folder, a .gguf file, or a name on the hub; only its configuration is read")
+    add("--gpu-memory", type=_positive_float, metavar="GIB", help="default: what this machine's GPU has")
+    add("--max-length", type=_positive_int, default=2048, help="tokens of a sample (default: 2048)")
+    add("--batch", type=_positive_int, default=1, help="samples of a micro-batch (default: 1)")
+    add("--accumulate", type=_positive_int, default=1, help="micro-batches a step (default: 1)")
+    add("--rank", type=_positive_int, default=16, help="rank of the adapter (default: 16)")
+    kind = planner.add_mutually_exclusive_group()
+    kind.add_argument("--4bit", dest="load_in_4bit", action="store_true", help="adapters on an NF4 base")
+    kind.add_argument("--full", action="store_true", help="train every weight")
+    add("--optim", default="adamw_8bit", help="as SFTConfig names it (default: adamw_8bit)")
+    add("--json", action="store_true", help="print one JSON object last")
 
     doctor = commands.add_parser("doctor", help="versions and devices; exit 1 if a requirement is not met")
     doctor.set_defaults(command=_doctor)
@@ -117,6 +134,8 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
     from .rows import read_rows, training_columns
 
     output_folder(options.output_dir)
+    if options.profile is not None:
+        output_folder(options.profile)
     with user_mistakes():
         rows = training_columns(read_rows(options.dataset))
 
@@ -141,11 +160,24 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
     report = fastlm.report(model)
     print(f"\n{report}\n")
     adapter = options.output_dir / "adapter"
-    measured = train(trainer, adapter, tokenizer)
+    measured = train(trainer, adapter, tokenizer, profile=options.profile)
     save_adapter(model, tokenizer, adapter)
     speed = f"{measured.tokens_per_second:,.0f} tokens/s"
     print(f"loss {measured.losses[0]:.3f} -> {measured.losses[-1]:.3f}, {speed}; the adapter is in {adapter}")
     return {**measured.facts(), "fused": dict(report.fused), "output_dir": str(options.output_dir)}
+
+
+def _plan(options: argparse.Namespace) -> dict[str, Any]:
+    import fastlm
+
+    with user_mistakes():
+        plan = fastlm.plan(
+            options.model, gpu_memory=options.gpu_memory, max_length=options.max_length, batch_size=options.batch,
+            r=options.rank, load_in_4bit=options.load_in_4bit, full_finetuning=options.full, optim=options.optim,
+            gradient_accumulation_steps=options.accumulate,
+        )  # fmt: skip
+    print(plan)
+    return {"ok": plan.fits, **plan.facts()}
 
 
 def _doctor(options: argparse.Namespace) -> dict[str, Any]:

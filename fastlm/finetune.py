@@ -23,18 +23,23 @@ from .console import Interrupted
 from .export.atomic import move_into_place
 from .loader import FastLanguageModel
 from .rows import Row
+from .training.profile import Profile, StepProfiler
 
 __all__ = ["Training", "answer", "make_trainer", "padding_share", "save_adapter", "train"]
 
 
 @dataclass(frozen=True)
 class Training:
-    """What was measured: losses as logged, valid tokens a second, the share that padding would have been."""
+    """What was measured: losses as logged, valid tokens a second, the share that padding would have been.
+
+    profile: where the time of a few steps went, if that was asked for.
+    """
 
     steps: int
     losses: list[float]
     tokens_per_second: float
     padding_avoided: float
+    profile: Profile | None = None
 
     def facts(self) -> dict[str, Any]:
         """What every command's JSON object says of its training."""
@@ -44,6 +49,7 @@ class Training:
             "loss_last": self.losses[-1],
             "tokens_per_second": self.tokens_per_second,
             "padding_avoided": self.padding_avoided,
+            **({} if self.profile is None else {"profile": self.profile.facts()}),
         }
 
 
@@ -114,15 +120,19 @@ def make_trainer(
     return trainer
 
 
-def train(trainer: SFTTrainer, adapter_dir: Path, tokenizer: Any) -> Training:
+def train(trainer: SFTTrainer, adapter_dir: Path, tokenizer: Any, *, profile: Path | None = None) -> Training:
     """Train to the end and measure; on Ctrl-C save the adapter as it is and raise Interrupted.
 
     Tokens a second counts valid tokens over the steps after the first, which also pays for compiling and
-    warming up (over all of them where there is one step only).
+    warming up (over all of them where there is one step only). profile: a folder for the trace of a few steps, whose
+    table is printed.
     """
     progress, recorder = _Progress(), _Recorder(trainer.data_collator)
+    profiler = None if profile is None else StepProfiler(profile)
+    callbacks = [progress] if profiler is None else [profiler, progress]
     trainer.data_collator = recorder
-    trainer.add_callback(progress)
+    for callback in callbacks:
+        trainer.add_callback(callback)
     try:
         trainer.train()
     except KeyboardInterrupt as interruption:
@@ -133,8 +143,11 @@ def train(trainer: SFTTrainer, adapter_dir: Path, tokenizer: Any) -> Training:
         ) from interruption
     finally:
         progress.bar.close()
-        trainer.remove_callback(progress)
+        for callback in callbacks:
+            trainer.remove_callback(callback)
         trainer.data_collator = recorder.collate
+    if profiler is not None and profiler.profile is not None:
+        print(f"\n{profiler.profile}\nthe trace is {profiler.folder / 'trace.json'}\n")
     steps = trainer.state.global_step
     batches = recorder.batches[:steps]  # the loader fetches one batch ahead
     first = 1 if steps > 1 else 0
@@ -144,6 +157,7 @@ def train(trainer: SFTTrainer, adapter_dir: Path, tokenizer: Any) -> Training:
         losses=[entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         tokens_per_second=tokens / (progress.ended[steps] - progress.ended[first]),
         padding_avoided=padding_share(batches),
+        profile=None if profiler is None else profiler.profile,
     )
 
 

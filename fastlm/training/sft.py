@@ -19,9 +19,10 @@ import torch
 
 from ..models.patch import is_patched, padding_free_obstacle, patched_core, rebind_head, report
 from ..packing.collators import PaddingFreeCollator
-from . import legacy, memory, padded, prepare, resume, step
+from . import legacy, memory, optimizers, padded, prepare, resume, step
 from .batches import train_sampler
 from .precision import hold_float32_masters, restore_float32_masters, settle_precision
+from .report import TrainingReport, add_to_log, get_batch_samples
 from .say import Voice
 from .step import State, state_of
 from .streamed import fill_rows
@@ -57,6 +58,9 @@ def install() -> None:
     _replace(SFTConfig, "__init__", lambda original: legacy.remember_call(SFTConfig, sft=True))
     _replace(SFTTrainer, "__init__", lambda original: _method(original, _sft_init))
     for name, function in (
+        ("train", optimizers.train),
+        ("create_optimizer", optimizers.create_optimizer),
+        ("get_batch_samples", get_batch_samples),
         ("training_step", memory.training_step),
         ("compute_loss", step.compute_loss),
         ("evaluation_loop", step.evaluation_loop),
@@ -277,6 +281,7 @@ def _finish(trainer: Any, state: State, collator: Any) -> None:
     if not trainer.aux_loss_enabled:  # the experts' auxiliary loss is computed by TRL's head
         rebind_head(trainer.model)
         state.own_head = report(trainer.model).fused.get("head", 0) > 0
+    trainer.add_callback(TrainingReport(state))
     state.voice.say(_summary(trainer, state))
 
 
@@ -359,6 +364,7 @@ def _log(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any)
     state = state_of(trainer)
     if state is not None:
         step.drain_metrics(trainer, state)
+        add_to_log(trainer, args[0] if args else kwargs["logs"])
     return original(trainer, *args, **kwargs)
 
 

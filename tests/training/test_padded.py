@@ -167,7 +167,7 @@ COMPLETIONS = ([5, 6, 7, 2], [9, 2], [10, 11, 12, 13, 14, 2], [16, 17, 2], [18, 
 
 def generate(input_ids: Any, **kwargs: Any) -> Any:
     made = torch.tensor([c + [PAD] * (6 - len(c)) for c in COMPLETIONS[: len(input_ids)]])
-    return torch.cat([input_ids, made], dim=1)
+    return torch.cat([input_ids, made.to(input_ids.device)], dim=1)
 
 
 def rollouts(trainer_class: Any, config: Any, **given: Any) -> list[Any]:
@@ -203,7 +203,7 @@ def test_grpo_without_truncated_completions(tmp_path: Any) -> None:
     """Their mask ends with the prompt."""
 
     def cut(input_ids: Any, **kwargs: Any) -> Any:
-        return generate(input_ids).where(torch.arange(len(input_ids))[:, None] != 2, 7)
+        return generate(input_ids).where(torch.arange(len(input_ids), device=input_ids.device)[:, None] != 2, 7)
 
     config = lambda: trl.GRPOConfig(str(tmp_path), **rollout_options(mask_truncated_completions=True))  # noqa: E731
     (stock, truth, stock_seen), (trainer, gradients, seen) = both(

@@ -1,0 +1,240 @@
+"""What an optimiser step costs the host: bitsandbytes' optimisers without a stop for every parameter, and a model whose
+modules are not walked several times a step.
+
+Both act on one trainer's objects: the optimiser's ``step`` is replaced on the instance (its states, their names and
+``state_dict`` stay), and the model answers ``parameters()`` and ``train()`` from lists while ``Trainer.train`` runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from .step import state_of
+
+__all__ = ["create_optimizer", "shorten_walks", "train", "without_stops"]
+
+_TOGETHER = 2**20  # elements: smaller parameters are updated many in a launch, larger ones fill a GPU alone
+_BUCKET = 2**24  # elements of one launch: bounds what the copies of its parameters and gradients take
+_BLOCK = 256  # elements that share an absmax in bitsandbytes' 8-bit states
+_FLAT = {"state1", "state2", "absmax1", "absmax2"}
+_WALK = "_fastlm_walk"
+
+
+def create_optimizer(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Trainer.create_optimizer; during training what it is made of is final, so that the model is walked here."""
+    optimizer = original(trainer, *args, **kwargs)
+    if state_of(trainer) is not None and not trainer.is_fsdp_enabled and not trainer.is_deepspeed_enabled:
+        without_stops(optimizer)
+        if trainer.is_in_train and trainer.accelerator.distributed_type == "NO":
+            shorten_walks(trainer.model)
+    return optimizer
+
+
+def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Trainer.train; however it ends, the model has its class's methods again."""
+    try:
+        return original(trainer, *args, **kwargs)
+    finally:
+        for name in (_WALK, *_WALKERS) if _WALK in trainer.model.__dict__ else ():
+            trainer.model.__dict__.pop(name, None)
+
+
+# --- the optimiser
+
+
+def without_stops(optimizer: Any) -> None:
+    """Replace the ``step`` of a bitsandbytes optimiser that is not paged; leave any other as it is.
+
+    Its own waits for the GPU after every parameter. Ours makes the same calls without that, small parameters laid end
+    to end and updated in one call: the same bits.
+    """
+    if "bitsandbytes" not in sys.modules:
+        return
+    from bitsandbytes.optim.optimizer import Optimizer8bit
+
+    known = isinstance(optimizer, Optimizer8bit) and type(optimizer).__module__.startswith("bitsandbytes.optim.")
+    if known and not optimizer.is_paged and "step" not in optimizer.__dict__:
+        optimizer._fastlm_buckets = None
+        optimizer.step = MethodType(torch.optim.Optimizer.profile_hook_step(_step), optimizer)
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Parameters whose states are views of ``flat``'s, in order.
+
+    place: the first one's indices, of its group and in it. held: each parameter's ``state1``, to notice a new one.
+    """
+
+    place: tuple[int, int]
+    parameters: list[Tensor]
+    held: list[Tensor]
+    flat: dict[str, Any]
+
+    def is_stale(self, optimizer: Any) -> bool:
+        """Whether the states were replaced, as load_state_dict does."""
+        return any(optimizer.state[p].get("state1") is not s for p, s in zip(self.parameters, self.held, strict=True))
+
+    def update(self, optimizer: Any) -> bool:
+        """One step of all, by the optimiser's own update_step; False, and nothing done, where they are not in step."""
+        states = [optimizer.state[parameter] for parameter in self.parameters]
+        steps, gradients = {state["step"] for state in states}, [p.grad for p in self.parameters if p.grad is not None]
+        if len(steps) > 1 or len(gradients) < len(states):
+            return False
+        weight = _flatten_dense_tensors(self.parameters)
+        weight.grad = _flatten_dense_tensors(gradients)
+        self.flat["step"] = steps.pop()
+        optimizer.state[weight] = self.flat
+        try:
+            optimizer.update_step(optimizer.param_groups[self.place[0]], weight, *self.place)
+        finally:
+            del optimizer.state[weight]
+        for state in states:
+            state["step"] = self.flat["step"]
+        torch._foreach_copy_(self.parameters, _unflatten_dense_tensors(weight, self.parameters))
+        return True
+
+
+@torch.no_grad()
+def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
+    """Optimizer8bit.step; see ``without_stops``."""
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    if not optimizer.initialized:
+        optimizer.check_overrides()
+        optimizer.to_gpu()
+        optimizer.initialized = True
+    places = {
+        parameter: (i, j)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, parameter in enumerate(group["params"])
+        if parameter.grad is not None
+    }
+    new = [parameter for parameter in places if not optimizer.state[parameter]]
+    for parameter in new:
+        optimizer.init_state(optimizer.param_groups[places[parameter][0]], parameter, *places[parameter])
+    buckets = optimizer._fastlm_buckets
+    if buckets is None or new or any(bucket.is_stale(optimizer) for bucket in buckets):
+        buckets = optimizer._fastlm_buckets = list(_buckets(optimizer, places))
+    elsewhere = _on_another_stream(places)
+    if elsewhere:
+        torch.cuda.synchronize()
+    alone = dict(places)
+    for bucket in buckets:
+        if bucket.update(optimizer):
+            for parameter in bucket.parameters:
+                del alone[parameter]
+    for parameter, (i, j) in alone.items():
+        optimizer.update_step(optimizer.param_groups[i], parameter, i, j)
+    if elsewhere:
+        torch.cuda.synchronize()
+    return loss
+
+
+def _on_another_stream(parameters: Any) -> bool:
+    """bitsandbytes launches on the default stream, which nothing orders with a stream of the user's."""
+    devices = {parameter.device for parameter in parameters if parameter.is_cuda}
+    return any(torch.cuda.current_stream(device) != torch.cuda.default_stream(device) for device in devices)
+
+
+def _buckets(optimizer: Any, places: dict[Tensor, tuple[int, int]]) -> Iterator[_Bucket]:
+    alike: dict[tuple[Any, ...], list[Tensor]] = {}
+    manager = optimizer.mng  # per-parameter settings, for all optimisers of the process
+    for parameter, place in places.items():
+        state = optimizer.state[parameter]
+        whole = state["state1"].dtype != torch.uint8 or parameter.numel() % _BLOCK == 0
+        settings = id(parameter) in manager.pid2config or place in manager.index2config
+        known = state.keys() <= _FLAT | {"step", "qmap1", "qmap2"} and state["state1"].shape == parameter.shape
+        known &= parameter.is_contiguous() and state["state1"].is_contiguous()  # kernels read memory as it lies
+        if whole and known and not settings and parameter.numel() <= _TOGETHER:
+            kind = (place[0], parameter.device, parameter.dtype, state["state1"].dtype, state["step"])
+            alike.setdefault(kind, []).append(parameter)
+    for parameters in alike.values():
+        some: list[Tensor] = []
+        for i, parameter in enumerate(parameters):
+            some.append(parameter)
+            if i + 1 == len(parameters) or sum(p.numel() for p in some) + parameters[i + 1].numel() > _BUCKET:
+                if len(some) > 1:
+                    yield _lay_out(optimizer, places[some[0]], some)
+                some = []
+
+
+def _lay_out(optimizer: Any, place: tuple[int, int], parameters: list[Tensor]) -> _Bucket:
+    """Moves the states into one tensor of each kind; what the parameters' states hold from then on are views."""
+    states = [optimizer.state[parameter] for parameter in parameters]
+    flat = dict(states[0])
+    for name in _FLAT & flat.keys():
+        parts = [state[name] for state in states]
+        flat[name] = _flatten_dense_tensors(parts)
+        for state, view in zip(states, _unflatten_dense_tensors(flat[name], parts), strict=True):
+            state[name] = view
+    return _Bucket(place, parameters, [state["state1"] for state in states], flat)
+
+
+# --- the model
+
+
+def shorten_walks(model: nn.Module) -> None:
+    """Let this model answer ``parameters()`` and ``train()`` from lists of its modules, made anew when they change.
+
+    zero_grad and gradient clipping call the one, Trainer's every step the other: 14 ms a step, together, in an 8B
+    model with adapters.
+    """
+    if any(name in model.__dict__ for name in _WALKERS):
+        return
+    model.__dict__[_WALK] = _Walk(model)
+    model.__dict__["parameters"] = MethodType(_WALKERS["parameters"], model)
+    if model.__dict__[_WALK].plain:
+        model.__dict__["train"] = MethodType(_WALKERS["train"], model)
+
+
+class _Walk:
+    """All modules of a model, and their own tables of children and parameters, which say whether it has changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from transformers import PreTrainedModel
+
+        self.modules = list(model.modules())
+        self.tables = [table for m in self.modules for table in (m._modules, m._parameters)]
+        self.entries = sum(map(len, self.tables))
+        self.holders = [module._parameters for module in self.modules if module._parameters]
+        stock = (nn.Module.train, PreTrainedModel.train)  # the latter adds something only where the mode changes
+        self.plain = all(kind.train in stock for kind in {type(module) for module in self.modules})
+
+    def has_changed(self) -> bool:
+        return sum(map(len, self.tables)) != self.entries
+
+
+def _walk_of(model: nn.Module) -> _Walk:
+    if model.__dict__[_WALK].has_changed():
+        model.__dict__[_WALK] = _Walk(model)
+    return model.__dict__[_WALK]
+
+
+def _walkers() -> dict[str, Callable[..., Any]]:
+    """The methods under their classes' names: a pickled model then comes back with its class's own."""
+
+    def parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
+        if not recurse:
+            return type(self).parameters(self, recurse)
+        return iter(dict.fromkeys(p for table in _walk_of(self).holders for p in table.values() if p is not None))
+
+    def train(self: nn.Module, mode: bool = True) -> nn.Module:
+        if mode and all(map(attrgetter("training"), _walk_of(self).modules)) and self.__dict__[_WALK].plain:
+            return self
+        return type(self).train(self, mode)
+
+    return {"parameters": parameters, "train": train}
+
+
+_WALKERS = _walkers()

@@ -1,0 +1,345 @@
+"""What a training run achieved, printed at its end and logged with the trainer's last line.
+
+Tokens, targets and sample lengths are known on the host (the batches' boundaries), and time is taken by events on the
+GPU's own clock, so that counting holds up nothing. Operations are those of the model's own products. Useful are one
+product forward and one for the input's gradient of every weight, one more where it is trained, the head's for labelled
+positions alone, and six of attention (two forward, four backward) for the pairs of tokens that attend to each other.
+Spent are these and what is computed twice: attention's scores in backward, and the forward of recomputed layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from ..models.checkpointing import recompute
+from ..models.layers import attention_features
+from ..models.patch import patched_core
+from .step import State
+
+__all__ = ["Operations", "TrainingReport", "add_to_log", "attended_pairs", "count_operations", "get_batch_samples"]
+
+# dense half-precision TFLOP/s by the word that stands in torch.cuda.get_device_name
+_PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L4": 121, "T4": 65}
+_GIB = 2**30
+
+
+# --- counting
+
+
+@dataclass(frozen=True)
+class LayerOperations:
+    """Multiplications of one decoder layer: a token's, of its projections and adapters; a pair's, of its attention.
+
+    forward, backward: of all products. again: of the forward that a recomputed layer runs once more.
+    width: query heads x head_dim, one product for one pair of tokens. window: tokens that one sees, or None for all.
+    """
+
+    forward: int
+    backward: int
+    again: int
+    width: int
+    window: int | None
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Multiplications of a model: its decoder layers', and its head's for one target, forward and backward."""
+
+    layers: tuple[LayerOperations, ...]
+    head: int
+
+    def useful(self, tokens: int, targets: int, pairs: Counter[int | None]) -> float:
+        """Floating-point operations of forward and backward, two a multiplication; nothing counts twice."""
+        layers = sum(tokens * (one.forward + one.backward) + 6 * one.width * pairs[one.window] for one in self.layers)
+        return 2.0 * (layers + targets * self.head)
+
+    def repeated(self, tokens: int, pairs: Counter[int | None], recomputed: Iterable[bool]) -> float:
+        """What is computed a second time; recomputed: for each layer, whether its forward is."""
+        total = 0
+        for one, twice in zip(self.layers, recomputed, strict=True):
+            total += one.width * pairs[one.window] + twice * (tokens * one.again + 2 * one.width * pairs[one.window])
+        return 2.0 * total
+
+
+def count_operations(core: Any) -> Operations | None:
+    """Of a patched causal LM; None where its layers multiply by weights that are no linear layer's (experts)."""
+    layers, head = [_count_layer(layer) for layer in _decoder_layers(core)], core.get_output_embeddings()
+    known = tuple(one for one in layers if one is not None)
+    if not known or len(known) < len(layers) or not isinstance(getattr(head, "weight", None), torch.Tensor):
+        return None
+    rows, width = head.weight.shape
+    return Operations(known, rows * width * (3 if head.weight.requires_grad else 2))
+
+
+def _decoder_layers(core: Any) -> list[nn.Module]:
+    return list(getattr(core.base_model, "layers", ()))
+
+
+def _count_layer(layer: Any) -> LayerOperations | None:
+    linear = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+    counted = {id(module.weight) for module in linear.values()}
+    if any(p.dim() > 1 and id(p) not in counted for p in layer.parameters()) or not hasattr(layer, "self_attn"):
+        return None
+    size = {name: module.in_features * module.out_features for name, module in linear.items()}
+    forward, attention = sum(size.values()), layer.self_attn
+    trained = sum(size[name] for name, module in linear.items() if module.weight.requires_grad)
+    left_out = 0
+    if _leaves_out_down(layer, linear):
+        left_out = sum(size[n] for n in size if re.fullmatch(r"mlp\.down_proj(\.base_layer|\.lora_B\..*)?", n))
+    patch = attention.__dict__.get("_fastlm")
+    window = attention_features(attention, patch.form)["window"] if patch is not None else None
+    return LayerOperations(forward, forward + trained, forward - left_out, attention.o_proj.in_features, window)
+
+
+def _leaves_out_down(layer: Any, names: Iterable[str]) -> bool:
+    """Whether a second run of the layer needs no down product: see models/checkpointing.py."""
+    patches = [module.__dict__.get("_fastlm") for module in (layer, getattr(layer, "mlp", layer))]
+    if any(patch is None for patch in patches) or patches[0].form.norm_out or patches[1].form.packed:
+        return False
+    return any(name.startswith("mlp.") and ".lora_A." in name for name in names)
+
+
+def attended_pairs(lengths: Sequence[int], window: int | None = None) -> int:
+    """Pairs of a token and one that it sees, itself included, in causal attention within each sample.
+
+    >>> attended_pairs([3, 1]), attended_pairs([4], window=2)
+    (7, 7)
+    """
+    tokens = np.asarray(lengths, np.int64)
+    full = tokens if not window else np.minimum(tokens, window)
+    return int((full * (full + 1) // 2 + (tokens - full) * full).sum())
+
+
+# --- the report
+
+
+@dataclass
+class _Counts:
+    """Of some batches. pairs: by window. padded: tokens, had each been padded to its longest sample."""
+
+    batches: int = 0
+    tokens: int = 0
+    targets: int = 0
+    padded: int = 0
+    pairs: Counter[int | None] = field(default_factory=Counter)
+    repeated: float = 0.0
+    unknown: int = 0  # batches without boundaries: nobody on the host knows their tokens
+
+    def add(self, other: _Counts) -> None:
+        for name in ("batches", "tokens", "targets", "padded", "repeated", "unknown"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.pairs.update(other.pairs)
+
+
+class TrainingReport(TrainerCallback):
+    """Prints what a run achieved; every trainer of a fastlm model has one.
+
+    ``trainer.remove_callback(TrainingReport)`` takes it away. The first step, which compiles, is not counted, and
+    neither is the time of evaluations and checkpoints. On several ranks the numbers are those of one GPU.
+    """
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._begin(None, torch.device("cpu"), None)
+
+    def _begin(self, core: Any, device: torch.device, half: torch.dtype | None) -> None:
+        self._core, self._device, self._half = core, device, half
+        self._operations = None if core is None else count_operations(core)
+        self._windows = {one.window for one in self._operations.layers} if self._operations else set()
+        self._step, self._total, self._steps, self._warm = _Counts(), _Counts(), 0, False
+        self._spans: list[tuple[Any, Any]] = []
+        self._start: Any = None  # of the span that is running
+        self._last: Any = None  # the end of its last step; None before the first
+        self._facts: dict[str, float] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        core = patched_core(model)
+        dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else getattr(core, "dtype", torch.float32)
+        self._begin(core, args.device, dtype if dtype.itemsize == 2 else None)
+
+    def note(self, batches: Iterable[Any]) -> None:
+        """Count the micro-batches of the step that is next."""
+        for batch in batches:
+            boundaries = batch.get("boundaries") if isinstance(batch, dict) else None
+            lengths = getattr(boundaries, "lengths", None)
+            one = _Counts(batches=1, unknown=int(lengths is None))
+            if boundaries is not None and lengths is not None:
+                one.tokens, one.padded = boundaries.token_count, len(lengths) * max(lengths)
+                one.targets = one.tokens if boundaries.label_count is None else boundaries.label_count
+                one.pairs.update({window: attended_pairs(lengths, window) for window in self._windows})
+            self._step.add(one)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._start is None:
+            self._start = self._now()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._last = self._now()
+        if self._operations is not None:
+            again = [policy != "keep" for policy in _policies(self._core)]
+            self._step.repeated = self._operations.repeated(self._step.tokens, self._step.pairs, again)
+        if self._warm or state.global_step >= state.max_steps:
+            self._total.add(self._step)
+            self._steps += 1
+        else:
+            self._warm, self._start = True, self._last
+        self._step = _Counts()
+
+    def _pause(self, *args: Any, **kwargs: Any) -> None:
+        """What comes between the last step and now is not training."""
+        if self._last is not None:
+            self._spans.append((self._start, self._last))
+            self._start, self._last = self._now(), None
+
+    on_evaluate = on_save = _pause
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _seconds(self) -> float:
+        self._pause()
+        if self._device.type != "cuda":
+            return sum(end - start for start, end in self._spans)
+        self._spans[-1][1].synchronize()
+        return sum(start.elapsed_time(end) for start, end in self._spans) / 1e3
+
+    def facts(self) -> dict[str, float]:
+        """The numbers, as far as they are known; made once, when training ends (waits for the GPU).
+
+        valid_tokens_per_second; padding_avoided, a share of padded batches' tokens; tflops_per_second, useful ones;
+        tflops_per_second_spent; mfu, a share of the GPU's peak; floor_share, of a bare product's speed here, which
+        bounds what the useful ones could reach; peak_memory_gib and predicted_memory_gib; layers_<policy>.
+        """
+        if self._facts or not self._steps:
+            return self._facts
+        total, seconds, facts = self._total, self._seconds(), self._facts
+        if self._device.type == "cuda":
+            facts["peak_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / _GIB
+            predicted = getattr(self._state.activations, "predicted", None)
+            if predicted:
+                facts["predicted_memory_gib"] = predicted / _GIB
+        if total.unknown or not total.tokens or seconds <= 0:
+            return facts
+        facts["valid_tokens_per_second"] = total.tokens / seconds
+        facts["padding_avoided"] = 1 - total.tokens / total.padded
+        facts.update({f"layers_{policy}": n for policy, n in Counter(_policies(self._core)).items()})
+        if self._operations is not None:
+            useful = self._operations.useful(total.tokens, total.targets, total.pairs)
+            facts["tflops_per_second"] = useful / seconds / 1e12
+            facts["tflops_per_second_spent"] = (useful + total.repeated) / seconds / 1e12
+            facts.update(self._shares(facts["tflops_per_second"], total.tokens // total.batches))
+        return facts
+
+    def _shares(self, achieved: float, tokens: int) -> dict[str, float]:
+        if self._device.type != "cuda" or self._half is None:
+            return {}
+        peak, bare = (
+            _peak_tflops(torch.cuda.get_device_name(self._device)),
+            _bare_tflops(self._core, tokens, self._half),
+        )
+        shares = {} if peak is None else {"mfu": achieved / peak}
+        return shares if bare is None else shares | {"floor_share": achieved / bare}
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for line in _lines(self.facts(), self._steps):
+            self._state.voice.say(line)
+
+
+def _peak_tflops(device_name: str) -> float | None:
+    words = re.split(r"[\s-]+", device_name)
+    return next((float(peak) for word, peak in _PEAK_TFLOPS.items() if word in words), None)
+
+
+def _bare_tflops(core: Any, tokens: int, dtype: torch.dtype) -> float | None:
+    """TFLOP/s of the largest projection's plain product, for as many tokens as a micro-batch has; None if too large."""
+    linear = [m for layer in _decoder_layers(core)[:1] for m in layer.modules() if isinstance(m, nn.Linear)]
+    width, out = max(((m.in_features, m.out_features) for m in linear), key=lambda size: size[0] * size[1])
+    device, rows = core.device, max(1, min(tokens, 16_384))
+    own = torch.Generator(device).manual_seed(0)  # the run's random numbers stay as they are
+    try:
+        x, weight = (torch.randn(n, width, dtype=dtype, device=device, generator=own) for n in (rows, out))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(device)
+        for repeat in range(25):
+            if repeat == 5:
+                start.record(stream)
+            x @ weight.t()
+        end.record(stream)
+    except torch.OutOfMemoryError:
+        return None
+    end.synchronize()
+    return 20 * 2 * rows * width * out / start.elapsed_time(end) / 1e9
+
+
+def _policies(core: Any) -> list[str]:
+    """For every decoder layer what becomes of its activations: "keep", "recompute" or "offload"."""
+    if core is None:
+        return []
+    offload = getattr(core.__dict__.get("_fastlm_model"), "offload", None)
+    return [_policy(layer, getattr(offload, "on", False)) for layer in _decoder_layers(core)]
+
+
+def _policy(layer: Any, offloads: bool) -> str:
+    if not getattr(layer, "gradient_checkpointing", False):
+        return "keep"
+    function: Any = getattr(layer, "_gradient_checkpointing_func", None)
+    if getattr(function, "func", None) is recompute:
+        function = function.args[0]  # what transformers put there
+    theirs = getattr(getattr(function, "func", None), "__name__", "") == "checkpoint_func"  # its way of offloading
+    return "offload" if offloads or theirs else "recompute"
+
+
+def _lines(facts: dict[str, float], steps: int) -> list[str]:
+    lines = []
+    if "valid_tokens_per_second" in facts:
+        lines.append(
+            f"{steps} steps counted: {facts['valid_tokens_per_second']:,.0f} valid tokens/s, "
+            f"{facts['padding_avoided']:.0%} padding avoided"
+        )
+    if "tflops_per_second" in facts:
+        useful, spent = facts["tflops_per_second"], facts["tflops_per_second_spent"]
+        line = f"{useful:.4g} useful TFLOP/s, {spent:.4g} with what is computed twice"
+        line += f"; MFU {facts['mfu']:.1%}" if "mfu" in facts else ""
+        lines.append(line + (f"; {facts['floor_share']:.2f} of the floor" if "floor_share" in facts else ""))
+    words = []
+    if "peak_memory_gib" in facts:
+        words.append(f"peak memory {facts['peak_memory_gib']:.1f} GiB")
+        if "predicted_memory_gib" in facts:
+            words[0] += f" (predicted {facts['predicted_memory_gib']:.1f})"
+    policies = [f"{name.removeprefix('layers_')} x {n:.0f}" for name, n in facts.items() if name.startswith("layers_")]
+    words += [f"activations: {', '.join(policies)}"] if policies else []
+    return lines + (["; ".join(words)] if words else [])
+
+
+def _report_of(trainer: Any) -> TrainingReport | None:
+    return next((one for one in trainer.callback_handler.callbacks if isinstance(one, TrainingReport)), None)
+
+
+def get_batch_samples(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Trainer.get_batch_samples, its batches noted."""
+    batches, count = original(trainer, *args, **kwargs)
+    report = _report_of(trainer)
+    if report is not None:
+        report.note(batches)
+    return batches, count
+
+
+def add_to_log(trainer: Any, logs: dict[str, float]) -> None:
+    """Add the facts to the line that ends training; integrations have closed when ``on_train_end`` comes to them."""
+    report = _report_of(trainer)
+    if report is not None and "train_runtime" in logs:
+        logs.update(report.facts())

@@ -1,0 +1,314 @@
+"""bitsandbytes' 8-bit steps without a stop per parameter, the same bits; the model's modules walked once."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import bitsandbytes
+import pytest
+import torch
+from bitsandbytes.optim import AdamW, AdamW8bit, Lion8bit, PagedAdamW8bit
+from torch import nn
+
+from fastlm.training import optimizers
+from fastlm.training.optimizers import shorten_walks, without_stops
+
+from ..tiny import add_lora, tiny_model
+from . import runs
+
+# whole blocks of 256; a broken last block; below min_8bit_size, so with float32 states; transposed
+SHAPES = ((16, 64), (64, 16), (100, 256), (7, 64), (64,), (300,), (4096, 2), (8, 1024), (33, 128))
+QUANTISED = "__bnb_optimizer_quant_state__"
+
+
+def parameters(dtype: torch.dtype, device: str = "cpu") -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(shape, generator=generator).to(device, dtype) for shape in SHAPES]
+    made[1] = made[1].t().contiguous().t()
+    return [nn.Parameter(one) for one in made]
+
+
+def optimiser(made: list[nn.Parameter], ours: bool, kind: Any = AdamW8bit) -> Any:
+    groups = [{"params": made[:5], "weight_decay": 0.1}, {"params": made[5:], "weight_decay": 0.0, "lr": 3e-3}]
+    result = kind(groups, lr=1e-2, min_8bit_size=512)
+    if ours:
+        without_stops(result)
+        assert "step" in vars(result)
+    return result
+
+
+def give_gradients(both: tuple[list[nn.Parameter], ...], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for i, pair in enumerate(zip(*both, strict=True)):
+        gradient = torch.randn(pair[0].shape, generator=generator)
+        gradient *= 0 if (i, step) == (2, 0) else 1  # as A's in LoRA's first step: an absmax of 0
+        for parameter in pair:
+            left_out = i in (0, 3) and step == 4  # from then on these are a step behind the others
+            parameter.grad = None if left_out else gradient.to(parameter.device, parameter.dtype)
+
+
+def assert_same(first: Any, second: Any) -> None:
+    """Parameters and states, bit for bit; names and shapes of the states."""
+    expected, given = first.state_dict(), second.state_dict()
+    assert expected["param_groups"] == given["param_groups"]
+    assert expected["state"].keys() == given["state"].keys() and len(given["state"]) == len(SHAPES)
+    for index, states in expected["state"].items():
+        others = given["state"][index]
+        assert states.keys() == others.keys() and states["step"] == others["step"]
+        for name, tensor in states[QUANTISED].items():
+            assert tensor.shape == others[QUANTISED][name].shape and torch.equal(tensor, others[QUANTISED][name]), name
+    pairs = zip(*([p for g in o.param_groups for p in g["params"]] for o in (first, second)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def compare_runs(dtype: torch.dtype, device: str, kind: Any) -> Any:
+    both = parameters(dtype, device), parameters(dtype, device)
+    stock, ours = optimiser(both[0], False, kind), optimiser(both[1], True, kind)
+    together = []
+    for step in range(8):
+        give_gradients(both, step)
+        stock.step()
+        ours.step()
+        assert_same(stock, ours)
+        together.append([[SHAPES[j + 5 * i] for i, j in places(ours, bucket)] for bucket in ours._fastlm_buckets])
+        if step == 5:  # as resuming does, each from the other's states
+            saved = [copy.deepcopy(one.state_dict()) for one in (ours, stock)]
+            stock, ours = optimiser(both[0], False, kind), optimiser(both[1], True, kind)
+            for one, state in zip((stock, ours), saved, strict=True):
+                one.load_state_dict(state)
+    return together
+
+
+def places(ours: Any, bucket: Any) -> list[tuple[int, int]]:
+    known = {p: (i, j) for i, group in enumerate(ours.param_groups) for j, p in enumerate(group["params"])}
+    return [known[parameter] for parameter in bucket.parameters]
+
+
+@pytest.mark.parametrize("kind", [AdamW8bit, Lion8bit])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_are_bitsandbytes_own_to_the_bit(dtype: torch.dtype, kind: Any) -> None:
+    together = compare_runs(dtype, "cpu", kind)
+    assert together[0] == together[5] == [[(16, 64), (100, 256)], [(7, 64), (64,)], [(4096, 2), (8, 1024)]]
+    assert together[7] == [[(4096, 2), (8, 1024)]]  # after loading: what is in step
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_are_bitsandbytes_own_to_the_bit_on_a_gpu(dtype: torch.dtype) -> None:
+    compare_runs(dtype, "cuda", AdamW8bit)
+
+
+@pytest.mark.gpu
+def test_a_step_makes_the_gpu_wait_for_nothing() -> None:
+    counts = []
+    for ours in (False, True):
+        made = parameters(torch.bfloat16, "cuda")
+        one = optimiser(made, ours)
+        for step in range(3):
+            give_gradients((made,), step)
+            if step < 2:
+                one.step()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            one.step()
+        counts.append(sum(event.name == "cudaDeviceSynchronize" for event in profile.events()))
+    assert counts[0] >= len(SHAPES) and counts[1] <= 1  # the profiler's own, when it stops
+
+
+@pytest.mark.gpu
+def test_steps_on_a_stream_of_the_users() -> None:
+    """bitsandbytes launches on the default stream."""
+    both = parameters(torch.float32, "cuda"), parameters(torch.float32, "cuda")
+    stock, ours = optimiser(both[0], False), optimiser(both[1], True)
+    for step in range(4):
+        give_gradients(both, step)
+        stock.step()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(10_000_000)
+            for parameter in both[1]:
+                parameter.grad = parameter.grad * 1 if parameter.grad is not None else None
+            ours.step()
+            torch.cuda.current_stream().synchronize()
+        assert_same(stock, ours)
+
+
+def test_calls_are_few_and_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[Any] = []
+    calls: list[int] = []
+    monkeypatch.setattr(bitsandbytes.optim.optimizer, "sync_gpu", waits.append)
+    for name in ("optimizer_update_8bit_blockwise", "optimizer_update_32bit"):
+        monkeypatch.setattr(bitsandbytes.functional, name, lambda name, g, p, *a, **k: calls.append(p.numel()))
+    for ours in (False, True):
+        made = [nn.Parameter(torch.zeros(64, 64)) for _ in range(20)] + [nn.Parameter(torch.zeros(2048, 1024))]
+        one = AdamW8bit(made)
+        if ours:
+            without_stops(one)
+        for parameter in made:
+            parameter.grad = torch.ones_like(parameter)
+        calls.clear()
+        waits.clear()
+        one.step()
+        assert sum(calls) == sum(parameter.numel() for parameter in made)
+        assert (len(calls), len(waits)) == ((2, 0) if ours else (21, 21))
+
+
+def test_buckets_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "_BUCKET", 10_000)
+    made = [nn.Parameter(torch.zeros(64, 64)) for _ in range(5)]
+    one = AdamW8bit(made)
+    without_stops(one)
+    for parameter in made:
+        parameter.grad = torch.ones_like(parameter)
+    one.step()
+    assert [len(bucket.parameters) for bucket in one._fastlm_buckets] == [2, 2]
+
+
+def test_settings_of_one_parameter_are_kept() -> None:
+    both = parameters(torch.float32), parameters(torch.float32)
+    stock, ours = optimiser(both[0], False), optimiser(both[1], True)
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    changed = [both[0][2], both[1][2]]
+    manager.override_config(changed, key="optim_bits", value=32)
+    try:
+        for step in range(3):
+            give_gradients(both, step)
+            stock.step()
+            ours.step()
+            assert_same(stock, ours)
+        assert ours.state[both[1][2]]["state1"].dtype == torch.float32
+    finally:
+        for parameter in changed:
+            del manager.pid2config[id(parameter)]
+
+
+def test_only_this_instance_and_only_bitsandbytes() -> None:
+    made = parameters(torch.float32)
+    before = AdamW8bit.step
+    ours = optimiser(made, True)
+    assert AdamW8bit.step is before and "step" not in vars(optimiser(made, False))
+    for other in (torch.optim.AdamW(made), PagedAdamW8bit(made)):
+        without_stops(other)
+        assert "step" not in vars(other)
+
+    class Mine(AdamW):
+        pass
+
+    mine = Mine(made)
+    without_stops(mine)
+    assert "step" not in vars(mine)
+    seen = []
+    ours.register_step_post_hook(lambda *args: seen.append("hook"))
+    give_gradients((made,), 0)
+    assert ours.step(lambda: 3.5) == 3.5 and seen == ["hook"]
+
+
+# --- in a trainer
+
+
+def trained(tmp_path: Any, **given: Any) -> Any:
+    model = add_lora(tiny_model(), r=64)  # 64 x 64: 8-bit states
+    runs.fastlm.patch(model)
+    config = dict(optim="adamw_8bit", max_steps=6, per_device_train_batch_size=4, max_grad_norm=1.0, logging_steps=1)
+    resume = given.pop("resume", None)
+    trainer = runs.trainer(model, runs.rows() * 4, runs.config(tmp_path, **config | given))
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def weights(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def logged(trainer: Any) -> list[dict[str, float]]:
+    times = ("runtime", "per_second", "tflops")
+    return [{n: v for n, v in one.items() if not any(t in n for t in times)} for one in trainer.state.log_history]
+
+
+@pytest.mark.parametrize("optim", ["adamw_8bit", "adamw_torch"])
+def test_a_run_stays_the_same_to_the_bit(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, optim: str) -> None:
+    ours = trained(tmp_path / "ours", optim=optim)
+    inner = ours.optimizer.optimizer
+    assert (getattr(inner, "_fastlm_buckets", None) is not None) == (optim == "adamw_8bit")
+    monkeypatch.setattr(optimizers, "without_stops", lambda optimizer: None)
+    monkeypatch.setattr(optimizers, "shorten_walks", lambda model: None)
+    stock = trained(tmp_path / "stock", optim=optim)
+    assert logged(ours) == logged(stock) and len(runs.logged(ours, "grad_norm")) == 6
+    expected = weights(stock)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(ours).items())
+
+
+def test_resuming_is_exact(tmp_path: Any) -> None:
+    given = dict(save_strategy="steps", save_steps=3)
+    whole = trained(tmp_path / "run", **given)
+    again = trained(tmp_path / "run", resume=str(tmp_path / "run" / "checkpoint-3"), **given)
+    expected = weights(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(again).items())
+    assert [entry.get("loss") for entry in logged(again)] == [entry.get("loss") for entry in logged(whole)]
+
+
+def test_the_model_has_its_own_methods_again(tmp_path: Any) -> None:
+    during = []
+
+    class Stop(Exception):
+        pass
+
+    class Watch(runs.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            during.append("parameters" in vars(model) and "train" in vars(model))
+            if state.global_step == 2:
+                raise Stop
+
+    trainer = runs.trainer(runs.model(), runs.rows(), runs.config(tmp_path, max_steps=3), callbacks=[Watch()])
+    with pytest.raises(Stop):
+        trainer.train()
+    assert during == [True, True]
+    assert not {"parameters", "train", "_fastlm_walk"} & vars(trainer.model).keys()
+
+
+# --- the walks
+
+
+def test_walks_answer_as_the_class_does() -> None:
+    model = add_lora(tiny_model(tie_word_embeddings=True))
+    kind = type(model)
+    shorten_walks(model)
+
+    def check() -> None:
+        expected, given = list(kind.parameters(model)), list(model.parameters())
+        assert len(given) == len(expected) and all(a is b for a, b in zip(given, expected, strict=True))
+
+    check()
+    assert list(model.parameters(recurse=False)) == []
+    model.base_model.model.model.layers[0].mlp.extra = nn.Linear(3, 3)
+    check()
+    layer = model.base_model.model.model.norm
+    layer.weight = nn.Parameter(layer.weight.detach().clone())  # another object in its place
+    check()
+    model.eval()
+    assert not any(module.training for module in model.modules())
+    model.train()
+    assert all(module.training for module in model.modules())
+    layer.eval()  # left so by the user: Trainer's step sets it back
+    assert model.train() is model and layer.training
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    model.zero_grad()
+    assert all(parameter.grad is None for parameter in kind.parameters(model))
+
+
+def test_a_copy_walks_its_own_modules() -> None:
+    model = add_lora(tiny_model())
+    shorten_walks(model)
+    other = copy.deepcopy(model)
+    assert not {id(p) for p in other.parameters()} & {id(p) for p in model.parameters()}
+    assert len(list(other.parameters())) == len(list(model.parameters()))
+    other.eval()
+    assert all(module.training for module in model.train().modules()) and not other.training
+
+
+def test_modules_that_do_more_in_train_are_asked() -> None:
+    model = add_lora(tiny_model(), use_dora=True)  # DoRA empties a cache there
+    shorten_walks(model)
+    assert "parameters" in vars(model) and "train" not in vars(model)
