@@ -315,25 +315,22 @@ def record(
     }
 
 
-def report(
-    timings: Sequence[Timing],
-    *,
-    table: bool = True,
-    folder: str | Path | None = None,
-    commit: str | None = None,
-) -> None:
-    """Prints the table, then `record` as one JSON object on the last line, and keeps that in the folder."""
+def report(timings: Sequence[Timing], *, table: bool = True, commit: str | None = None) -> None:
+    """Prints the table, then `record` as one JSON object on the last line."""
     if table:
         for timing in timings:
             print(timing)
-    kept = record(timings, commit=commit)
-    if folder is not None:
-        save(kept, folder)
-    print(json.dumps(kept))
+    print(json.dumps(record(timings, commit=commit)))
 
 
-def save(kept: dict[str, Any], folder: str | Path) -> Path:
-    """Writes the record as date-script-device.json into the folder; a second run of a day gets a number."""
+def save(kept: dict[str, Any], folder: str | Path, path: Path | None = None) -> Path:
+    """Writes the record as date-script-device.json into the folder; a second run of a day gets a number.
+
+    path: what an earlier save of the same run returned, which is then replaced.
+    """
+    if path is not None:
+        path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        return path
     device = "-".join("".join(c if c.isalnum() else " " for c in kept["device"]["name"].lower()).split())
     stem, number = f"{kept['date']}-{kept['script']}-{device}", 1
     path = Path(folder) / f"{stem}.json"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.timing import SETTINGS, Timing, failures, on_gpu, report, require_gpu
+from benchmarks.timing import SETTINGS, Timing, failures, on_gpu, record, report, require_gpu, save
 
 
 def main() -> None:
@@ -34,8 +34,15 @@ def main() -> None:
     SETTINGS.compile = not (arguments.quick or arguments.no_compile)
     if arguments.quick:
         SETTINGS.tokens = (SETTINGS.compared_at,)
-    timings, failed = collect(arguments.operations or known)
-    report(timings, table=not arguments.json, folder=arguments.save, commit=arguments.commit)
+    timings: list[Timing] = []
+    failed: list[str] = []
+    path = None
+    for operation in arguments.operations or known:
+        new, bad = collect([operation])
+        timings, failed = timings + new, failed + bad
+        if arguments.save:  # whatever happens to the next
+            path = save(record(timings, commit=arguments.commit), arguments.save, path)
+    report(timings, table=not arguments.json, commit=arguments.commit)
     if failed:
         raise SystemExit(1)
 
