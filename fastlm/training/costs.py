@@ -21,7 +21,7 @@ POLICIES = ("keep", "recompute", "offload")  # of activations, the fastest first
 PARTS = ("weights", "adapters", "optimiser", "gradients", "activations", "loss", "workspace")
 OPTIMISERS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch", "adamw_torch_fused", "sgd")
 
-_LIBRARIES = 2**25  # bytes: cuBLAS's workspace on Hopper, which it has from torch's allocator
+_LIBRARIES = 2**26  # bytes: cuBLAS's workspaces on Hopper, from torch's allocator, of forward's and backward's threads
 _STATISTICS = 32  # bytes of loss, entropy and the like that a target leaves in fp32
 
 
