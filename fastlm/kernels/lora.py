@@ -19,8 +19,9 @@ from torch.autograd.function import once_differentiable
 
 from .glu import ACTIVATIONS, glu_bwd, glu_fwd, glu_reference
 from .launch import use_triton
+from .rope import rope_bwd, rope_fwd, rope_reference
 
-__all__ = ["Projection", "lora_linear", "lora_linear_reference", "lora_mlp", "lora_mlp_reference"]
+__all__ = ["Projection", "Rotation", "lora_linear", "lora_linear_reference", "lora_mlp", "lora_mlp_reference"]
 
 
 class Dequantizable(Protocol):
@@ -47,6 +48,29 @@ class Projection:
 
 
 @dataclass(frozen=True, eq=False)
+class Rotation:
+    """What turns queries and keys by their positions; see `rope`, layout "half".
+
+    cos, sin: [B or 1, T, R], constants. head_dim: D of each head.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    head_dim: int
+
+    def turn(self, x: Sequence[Tensor], backward: bool) -> list[Tensor]:
+        """Queries and keys [B, T, heads * D], forward in their own memory, backward in other."""
+        q, k = (each.unflatten(-1, (-1, self.head_dim)) for each in x)
+        if not use_triton(q, k, self.cos, self.sin):
+            q, k = rope_reference(q, k, self.cos, -self.sin if backward else self.sin)
+        elif backward:
+            q, k = rope_bwd(q, k, self.cos, self.sin)
+        else:
+            rope_fwd(q, k, self.cos, self.sin, in_place=True)
+        return [q.flatten(2), k.flatten(2)]
+
+
+@dataclass(frozen=True, eq=False)
 class _Frozen:
     """The parts of projections that take no gradient, for ctx; tensors that do are explicit inputs of the Function."""
 
@@ -56,6 +80,7 @@ class _Frozen:
     dtype: torch.dtype
     activation: str = ""
     output_needed: bool = True
+    head_dim: int = 0
 
 
 def _dense(weight: Tensor | Dequantizable, dtype: torch.dtype) -> Tensor:
@@ -137,10 +162,12 @@ def _shaped(y: Tensor, x: Tensor) -> Tensor:
 
 
 class LoraLinearFunction(torch.autograd.Function):
-    """n projections of one input; see `lora_linear`. Tensor inputs after ``frozen``: a_1..a_n, b_1..b_n."""
+    """n projections of one input; see `lora_linear`. Tensor inputs after ``frozen``: cos, sin, a_1..a_n, b_1..b_n."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, frozen: _Frozen, *adapters: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, frozen: _Frozen, cos: Tensor | None, sin: Tensor | None, *adapters: Tensor | None
+    ) -> tuple[Tensor, ...]:
         count = len(frozen.weights)
         a, b = adapters[:count], adapters[count:]
         with torch.autocast(x.device.type, enabled=False):
@@ -153,23 +180,28 @@ class LoraLinearFunction(torch.autograd.Function):
                 weight = _dense(frozen.weights[i], frozen.dtype)
                 y = _project(rows, part, weight, frozen.biases[i], cast[i], frozen.scales[i])
                 outputs.append(_shaped(y, x))
-        ctx.save_for_backward(None if stacked is None else rows, low, stacked, *cast)  # as cast: not cast again
+            if cos is not None and sin is not None:
+                outputs[:2] = Rotation(cos, sin, frozen.head_dim).turn(outputs[:2], backward=False)
+        needed = None if stacked is None else rows
+        ctx.save_for_backward(needed, low, stacked, cos, sin, *cast)  # adapters as cast: not cast again
         ctx.frozen, ctx.shape, ctx.dtype, ctx.dtypes = frozen, x.shape, x.dtype, _dtypes(adapters)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *douts: Tensor) -> tuple[Any, ...]:
-        rows, low, stacked, *b = ctx.saved_tensors
+        rows, low, stacked, cos, sin, *b = ctx.saved_tensors
         frozen: _Frozen = ctx.frozen
         count = len(frozen.weights)
+        if cos is not None:
+            douts = (*Rotation(cos, sin, frozen.head_dim).turn(douts[:2], backward=True), *douts[2:])
         dys = [_rows(dout, frozen.dtype) for dout in douts]
         dlow, db = _adapter_gradients(dys, _split_low(low, b), b, frozen.scales, ctx.dtypes[count:])
         da = _a_gradients(dlow, rows, b, ctx.dtypes[:count])
         dx = None
         if ctx.needs_input_grad[0]:
             dx = _input_gradient(dys, frozen.weights, frozen.dtype, dlow, stacked).view(ctx.shape).to(ctx.dtype)
-        return dx, None, *da, *db
+        return dx, None, None, None, *da, *db
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -268,7 +300,7 @@ class LoraMLPFunction(torch.autograd.Function):
 
 
 def _split(
-    projections: Sequence[Projection], x: Tensor, activation: str = "", output_needed: bool = True
+    projections: Sequence[Projection], x: Tensor, activation: str = "", output_needed: bool = True, head_dim: int = 0
 ) -> tuple[_Frozen, list[Tensor | None]]:
     for index, projection in enumerate(projections):
         trained = [t for t in (projection.weight, projection.bias) if isinstance(t, Tensor) and t.requires_grad]
@@ -278,13 +310,17 @@ def _split(
             raise ValueError(f"projection {index} has one half of an adapter; give both a and b, or neither")
     frozen = _Frozen(
         tuple(p.weight for p in projections), tuple(p.bias for p in projections), tuple(p.scale for p in projections),
-        _compute_dtype(x, projections[0].weight), activation, output_needed,
+        _compute_dtype(x, projections[0].weight), activation, output_needed, head_dim,
     )  # fmt: skip
     return frozen, [*(p.a for p in projections), *(p.b for p in projections)]
 
 
-def lora_linear(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
+def lora_linear(
+    x: Tensor, projections: Sequence[Projection], rotation: Rotation | None = None
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Outputs of projections that read the same input: Q, K and V, or one alone.
+
+    rotation: turns the first two, queries and keys of x [B, T, in], where they are; no copy of them is made.
 
     x [..., in]; returns one [..., out_i] per projection, in the compute dtype: autocast's where it is on, else the
     weight's (x's for a quantised weight). Gradients come back in x's and each adapter's own dtype. Equivalent to
@@ -292,8 +328,9 @@ def lora_linear(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, .
 
     Raises ValueError for a trained weight or bias, or half an adapter.
     """
-    frozen, adapters = _split(projections, x)
-    return LoraLinearFunction.apply(x, frozen, *adapters)
+    frozen, adapters = _split(projections, x, head_dim=0 if rotation is None else rotation.head_dim)
+    tables = (None, None) if rotation is None else (rotation.cos, rotation.sin)
+    return LoraLinearFunction.apply(x, frozen, *tables, *adapters)
 
 
 def lora_mlp(

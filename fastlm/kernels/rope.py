@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al., 2021) of queries and keys in one launch, out of place.
+"""Rotary position embedding (Su et al., 2021) of queries and keys in one launch.
 
 Replaces apply_rotary_pos_emb of transformers, which writes rotate_half(x), two products and a sum for each of
 q and k. Here q and k are read once and written once, straight from the projections' strided outputs; cos and
@@ -165,11 +165,14 @@ def rope_tables(cos: Tensor, sin: Tensor, layout: str) -> tuple[Tensor, Tensor, 
 
 
 def rope_fwd(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str = "half", *, backward: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Rotates q [B, T, Hq, D] and k [B, T, Hk, D] (backwards if asked to) into fresh contiguous tensors."""
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, layout: str = "half", *, backward: bool = False,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Rotates q [B, T, Hq, D] and k [B, T, Hk, D] (backwards if asked to) into fresh contiguous tensors.
+
+    in_place: into q and k, which then are contiguous and nobody else's.
+    """
+    q_out, k_out = (q, k) if in_place else (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     batch_size, token_count, q_heads, head_dim = q.shape
     if batch_size * token_count == 0:
         return q_out, k_out

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..kernels.attention import attention
 from ..kernels.glu import glu, glu_packed
-from ..kernels.lora import lora_linear, lora_mlp
+from ..kernels.lora import Rotation, lora_linear, lora_mlp
 from ..kernels.norm_rope import norm_rope
 from ..kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 from ..kernels.rope import rope
@@ -181,8 +181,8 @@ def _attention_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: A
         return type(self).forward(self, hidden_states, **kwargs)
 
     form: AttentionForm = patch.form
-    query, key, value = _project(self, form, hidden_states)  # [B, T, heads, head_dim] each
     cos, sin = kwargs.pop("position_embeddings")
+    query, key, value, rotated = _project(self, form, hidden_states, cos, sin)
     norms = _open_norms(self.q_norm, self.k_norm) if form.head_norm else None
     if norms is not None and norms[0] == norms[1]:
         query, key = norm_rope(query, key, self.q_norm.weight, self.k_norm.weight, cos, sin, **norms[0])
@@ -191,7 +191,8 @@ def _attention_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: A
             query, key = self.q_norm(query), self.k_norm(key)
         elif form.head_norm:
             query, key = (norm(x.flatten(2)).view(x.shape) for norm, x in ((self.q_norm, query), (self.k_norm, key)))
-        query, key = rope(query, key, cos, sin)
+        if not rotated:
+            query, key = rope(query, key, cos, sin)
 
     features = attention_features(self, form)
     mask = kwargs.pop("attention_mask", None)
@@ -208,15 +209,24 @@ def _attention_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: A
     return _outputs(output, self.o_proj)[0], weights
 
 
-def _project(self: Any, form: AttentionForm, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+def _project(
+    self: Any, form: AttentionForm, hidden_states: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Queries, keys and values [B, T, heads, head_dim], and whether the first two are rotated already."""
+    shape, rotated = (*hidden_states.shape[:-1], -1, self.head_dim), False
+    modules = (self.qkv_proj,) if form.packed else (self.q_proj, self.k_proj, self.v_proj)
+    projections = fusable(hidden_states, modules)
+    if projections is None:
+        outputs = tuple(module(hidden_states) for module in modules)
+    else:
+        rotated = not (form.packed or form.head_norm or cos.requires_grad or sin.requires_grad)
+        outputs = lora_linear(hidden_states, projections, Rotation(cos, sin, self.head_dim) if rotated else None)
     if form.packed:
         queries = self.config.num_attention_heads * self.head_dim
         keys = self.config.num_key_value_heads * self.head_dim
-        query, key, value = _outputs(hidden_states, self.qkv_proj)[0].split([queries, keys, keys], dim=-1)
-    else:
-        query, key, value = _outputs(hidden_states, self.q_proj, self.k_proj, self.v_proj)
-    return query.view(shape), key.view(shape), value.view(shape)
+        outputs = outputs[0].split([queries, keys, keys], dim=-1)
+    query, key, value = (output.view(shape) for output in outputs)
+    return query, key, value, rotated
 
 
 def attention_features(self: Any, form: AttentionForm) -> dict[str, Any]:

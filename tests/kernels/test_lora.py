@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastlm.kernels.lora import Projection, lora_linear, lora_linear_reference, lora_mlp, lora_mlp_reference
+from fastlm.kernels.lora import Projection, Rotation, lora_linear, lora_linear_reference, lora_mlp, lora_mlp_reference
+from fastlm.kernels.rope import rope
 from tests.tiny import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -151,3 +152,23 @@ def test_a_run_for_its_backward_alone(ranks):
     if DEVICE == "cuda":
         with pytest.raises(RuntimeError, match="inplace operation"):
             torch.autograd.grad(out, leaves, dout)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rotated", [8, 4])
+def test_queries_and_keys_are_turned_where_they_are(rotated: int, dtype: torch.dtype) -> None:
+    """To the bits of rope on what the projections give, whose memory it takes; cos and sin differ from row to row."""
+    projections = [projection(24, outputs, dtype, rank=rank) for outputs, rank in ((32, 4), (16, None), (16, 3))]
+    angles = torch.rand(2, 5, rotated // 2, device=DEVICE).repeat(1, 1, 2) * 6
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    x = torch.randn(2, 5, 24, device=DEVICE).to(dtype).requires_grad_()
+    leaves = [x, *(t for p in projections for t in (p.a, p.b) if t is not None)]
+    douts = [torch.randn(2, 5, width, device=DEVICE).to(dtype) for width in (32, 16, 16)]
+    q, k, v = lora_linear(x, projections)
+    q, k = (y.flatten(2) for y in rope(q.unflatten(-1, (4, 8)), k.unflatten(-1, (2, 8)), cos, sin))
+    expected = [q, k, v, *torch.autograd.grad((q, k, v), leaves, douts)]
+    kept = [dout.clone() for dout in douts]
+    outputs = lora_linear(x, projections, Rotation(cos, sin, 8))
+    found = [*outputs, *torch.autograd.grad(outputs, leaves, douts)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert all(torch.equal(dout, before) for dout, before in zip(douts, kept, strict=True))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastlm.kernels.rope import LAYOUTS, rope, rope_bwd, rope_reference
+from fastlm.kernels.rope import LAYOUTS, rope, rope_bwd, rope_fwd, rope_reference
 
 from .interpreter import (
     DEVICE,
@@ -80,6 +80,18 @@ def truth(inputs: Sequence[Tensor], incoming: Sequence[Tensor], layout: str) -> 
         return torch.cat((torch.stack((turned.real, turned.imag), dim=dim).flatten(-2), x[..., 2 * pairs :]), dim=-1)
 
     return gradients([rotate(q), rotate(k)], [q, k], incoming)
+
+
+@kernel_test
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_in_place_writes_the_same(shape: tuple[int, ...], layout: str) -> None:
+    batch, tokens, query_heads, key_heads, size, rotated = shape
+    q, k = (torch.randn(batch, tokens, heads, size, device=DEVICE) for heads in (query_heads, key_heads))
+    angles = random_tables(batch, tokens, rotated, layout, torch.float32)
+    expected = rope_fwd(q, k, *angles, layout)
+    rope_fwd(q, k, *angles, layout, in_place=True)
+    assert torch.equal(q, expected[0]) and torch.equal(k, expected[1])
 
 
 @kernel_test
