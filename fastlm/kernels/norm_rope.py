@@ -201,23 +201,20 @@ def norm_rope_fwd_bwd(
     if not together:
         pairs = PAIRS_PER_BLOCK if incoming else FORWARD_PAIRS_PER_BLOCK
         q_block, k_block = (min(block, max(1, pairs // pair_block)) for block in (q_block, k_block))
-    small = q_block * pair_block <= PAIRS_PER_BLOCK
-    warps, programs, stages, partial = (
-        WARPS if small else 2 * WARPS,
-        row_count,
-        1,
-        q,
-    )  # partial: of WEIGHT_GRADIENT only
-    if weight_gradient:
-        warps = WEIGHT_GRADIENT_WARPS if small else 2 * WEIGHT_GRADIENT_WARPS
+    large = q_block * pair_block > PAIRS_PER_BLOCK
+    warps, programs, stages, partial = WARPS << large, row_count, 1, q  # partial: only written with WEIGHT_GRADIENT
+    loops = weight_gradient or together or not incoming  # 0.154 ms, not 0.204, for all heads together (H200)
+    if loops and incoming:
+        warps = WEIGHT_GRADIENT_WARPS << large
         programs = looping_programs(row_count, warps, q.device)
-        partial = torch.empty(programs, q_weight.numel() + k_weight.numel(), dtype=torch.float32, device=q.device)
-    elif not incoming:
+    elif loops:
         programs = min(row_count, resident_programs(warps, q.device))
+    if weight_gradient:
+        partial = torch.empty(programs, q_weight.numel() + k_weight.numel(), dtype=torch.float32, device=q.device)
     if programs < row_count:
         heads = triton.cdiv(q_heads, q_block) * q_block + triton.cdiv(k_heads, k_block) * k_block
         token_bytes = heads * 2 * pair_block * (q.element_size() + (dq_out.element_size() if incoming else 0))
-        stages = 1 + min(2 if weight_gradient else 1, BYTES_IN_FLIGHT // token_bytes)
+        stages = 1 + min(2 if incoming else 1, BYTES_IN_FLIGHT // token_bytes)
     with device_guard(q):
         _norm_rope_kernel[(programs,)](
             q, k, dq_out, dk_out, q_weight.contiguous(), k_weight.contiguous(), cos, sin, q_out, k_out, partial,
