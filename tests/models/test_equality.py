@@ -97,7 +97,23 @@ def test_logits_of_each_sample_equal_the_sample_alone(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_leak_is_exactly_zero(family):
     """Every token of one sample changes: outputs of the others, and the gradient of their loss, do not at all."""
-    _, fast = pair(family, True)
+    assert_no_leak(pair(family, True)[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gpu_leak_is_exactly_zero_in_bf16(family, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    fast = pair(family, True)[1].to("cuda", torch.bfloat16)
+    fastlm.patch(fast)  # attention's backend is the GPU's
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_no_leak(fast)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def assert_no_leak(fast):
     changed = [dict(row) for row in ROWS]
     changed[2] = {**changed[2], "input_ids": [3 + (token + 11) % 290 for token in changed[2]["input_ids"]]}
     start = sum(len(row["input_ids"]) for row in ROWS[:2])
@@ -106,7 +122,7 @@ def test_leak_is_exactly_zero(family):
     hidden, gradients = [], []
     for rows in (ROWS, changed):
         batch = LAYOUTS["flattened"](rows)[0]
-        embeddings = fast.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+        embeddings = fast.get_input_embeddings()(batch["input_ids"].to(fast.device)).detach().requires_grad_()
         output = fast.get_base_model().base_model(
             inputs_embeds=embeddings, boundaries=batch["boundaries"]
         ).last_hidden_state  # fmt: skip
