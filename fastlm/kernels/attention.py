@@ -8,11 +8,11 @@ Backends, first that can wins, unless one is forced; `attention_backends` has th
   about 240, where varlen stays, since it needs no compilation at run time.
 - ``varlen``: torch.nn.attention.varlen, on Ampere and newer, bf16 and fp16, head sizes to 256.
 - ``triton``: our kernel, on Ampere and newer, bf16 and fp16; the first with softcap and sinks.
+- ``efficient``: torch's memory-efficient attention with boundaries, before Ampere in fp16 (tested on an H200).
 - ``sdpa``: torch's scaled_dot_product_attention sample by sample, on any device and in any dtype.
 - ``eager``: the formula sample by sample, softmax in fp32; softcap and sinks on a CPU, before Ampere and in fp32.
 
-Only when forced, until their tests have passed on the hardware they are for: ``efficient`` (torch's memory-efficient
-attention with boundaries, for Turing), ``flash3``, ``flash2`` and ``xformers`` where installed.
+Only when forced, until they have run: ``flash3``, ``flash2`` and ``xformers`` where installed.
 
 Under torch.use_deterministic_algorithms(True) all are deterministic, or refuse (xformers): torch's flash and
 memory-efficient backward read that flag (though not its warn_only form), the flash packages are handed it,
@@ -35,7 +35,7 @@ __all__ = ["BACKENDS", "attention", "backend_refusal", "choose_backend", "oversi
 
 BACKENDS = tuple(TABLE)  # in order of preference
 _LONG_SAMPLE = 2048  # tokens from which flash4 goes first
-_FORCED_ONLY = frozenset({"efficient", "flash3", "flash2", "xformers"})  # not all proven on the GPUs they are for
+_FORCED_ONLY = frozenset({"flash3", "flash2", "xformers"})  # their packages have not been tried
 _INT32_MAX = 2**31 - 1
 
 

@@ -292,8 +292,9 @@ def test_choice() -> None:
     assert choice(dtype=torch.float16) == choice(head_dim=256) == choice((12, 0)) == "varlen"
     assert choice(softcap=50.0) == choice(sinks=True) == choice((8, 0), softcap=50.0, window=4) == "triton"
     assert choice(head_dim=68) == "triton" and choice(dtype=torch.float32, softcap=50.0) == "eager"
-    assert choice((7, 5), torch.float16) == choice((7, 5), torch.float32, window=4) == "sdpa"
-    assert choice((7, 5), torch.float16, backend="efficient") == "efficient" and choice(dtype=torch.float32) == "sdpa"
+    assert choice((7, 5), torch.float16) == choice((7, 0), torch.float16, window=4) == "efficient"
+    assert choice((7, 5), torch.float32, window=4) == choice((7, 5), torch.float16, head_dim=68) == "sdpa"
+    assert choice(backend="efficient") == "efficient" and choice(dtype=torch.float32) == "sdpa"
     assert choice((7, 5)) == choice(None) == choice(head_dim=512) == choice(dtype=torch.float64) == "sdpa"
     assert choice((7, 5), torch.float16, softcap=50.0) == choice(None, softcap=50.0) == "eager"
     assert choice(backend="sdpa") == "sdpa" and choice(backend="eager") == "eager"
@@ -311,7 +312,7 @@ def test_choice_with_packages(packages: set[str]) -> None:
     packages.remove("triton")  # on Windows
     choose_backend.cache_clear()
     assert choice(softcap=30.0) == choice((8, 0), softcap=30.0) == choice(sinks=True) == "eager"
-    assert choice(softcap=30.0, backend="flash3") == "flash3" and choice((7, 5), torch.float16) == "sdpa"
+    assert choice(softcap=30.0, backend="flash3") == "flash3" and choice((7, 5), torch.float16) == "efficient"
 
 
 @pytest.mark.parametrize(
