@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
@@ -26,8 +27,9 @@ from .models.patch import patch, unwrap_peft
 from .options import bits_of, check_bits, fit_length
 from .training.costs import POLICIES, StepCosts, step_costs
 from .training.memory import MARGIN, RESERVE
+from .training.report import Operations, attended_pairs, count_operations
 
-__all__ = ["GPUS", "Plan", "plan"]
+__all__ = ["GPUS", "Plan", "plan", "twin_of"]
 
 _MOST_TOKENS = 2**31
 _SHORTEST = 128  # tokens of a sample below which a smaller setting is not offered
@@ -131,7 +133,10 @@ def plan(
     model's limit, and no GPU; FileNotFoundError where there is no model.
     """
     check_bits(load_in_4bit=load_in_4bit, full_finetuning=full_finetuning)
-    for name, value in (("max_length", max_length), ("batch_size", batch_size), ("r", r)):
+    micro_batches = gradient_accumulation_steps
+    for name, value in (
+        ("max_length", max_length), ("batch_size", batch_size), ("r", r), ("gradient_accumulation_steps", micro_batches)
+    ):  # fmt: skip
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}; it must be a whole number above 0")
     memory = _memory(gpu_memory)
@@ -148,17 +153,16 @@ def plan(
     if bits not in ("4-bit", "16-bit", "32-bit"):
         raise ValueError(f"plan knows weights in 16 bits and in NF4; these are {bits}")
     config.__dict__.pop("quantization_config", None)
-    with torch.device("meta"):
-        twin = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    patch(twin)
+    twin = twin_of(config, dtype, trust_remote_code)
     full = full_finetuning or getattr(core, "_fastlm_full_finetuning", False)
     ranks = _ranks(core) if loaded else {}
-    lora = ranks or dict.fromkeys(_targets(twin, target_modules), r)
-    accumulates = gradient_accumulation_steps > 1
+    lora = {} if full else ranks or dict.fromkeys(_targets(twin, target_modules), r)
+    if not full and not lora:
+        raise ValueError("target_modules is empty: name what is to be adapted, or set full_finetuning")
 
     def costs_of(in_4bit: bool, full: bool) -> StepCosts:
         return step_costs(
-            twin, {} if full else lora, full=full, quantised=in_4bit, optimiser=optim, accumulates=accumulates
+            twin, {} if full else lora, full=full, quantised=in_4bit, optimiser=optim, accumulates=micro_batches > 1
         )
 
     in_4bit, tokens = load_in_4bit or bits == "4-bit", batch_size * max_length
@@ -176,11 +180,13 @@ def plan(
     held = "NF4" if in_4bit else str(dtype).removeprefix("torch.")
     how = "every weight trained" if full else f"LoRA r={max(lora.values())}"
     count = sum(parameter.numel() for parameter in twin.parameters()) / 1e9
+    operations = count_operations(twin.requires_grad_(full), any(".mlp." in name for name in lora))
+    assert operations is not None  # of layers that are fused
     return Plan(
         fits=policy is not None, policy=chosen, peak_bytes=peaks[chosen], parts=parts[chosen], peaks=peaks,
         memory_bytes=memory, largest_batch=most // max_length, longest_length=min(most // batch_size, limit),
         seconds_per_step={
-            name: _seconds(GPUS[name], costs, chosen, tokens, max_length, in_4bit, full)
+            name: _seconds(GPUS[name], costs, operations, chosen, tokens, max_length, micro_batches, in_4bit, full)
             for name in _gpus(memory) if policy is not None
         },
         advice=advice,
@@ -189,9 +195,28 @@ def plan(
     )  # fmt: skip
 
 
+def twin_of(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+    """A patched causal LM without weights. RuntimeError, and nothing allocated, where it would get some.
+
+    ValueError for layers that fastlm does not fuse.
+    """
+    with torch.device("meta"):
+        # torch looks for its constructors once: they are not found where they were replaced by others at that time
+        if not all(make(1).is_meta for make in (torch.empty, torch.ones, torch.zeros)):
+            raise RuntimeError(
+                "torch.device('meta') has no effect in this process, so the weights would be allocated: something "
+                "replaced torch.empty while torch first looked for it; call this in a new process"
+            )
+        twin = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    for name, reason in patch(twin).stock.items():
+        if not name.endswith(type(twin).__name__):  # the head may
+            raise ValueError(f"plan counts what layers keep that fastlm fuses, and {name} runs stock code ({reason})")
+    return twin
+
+
 def _memory(gpu_memory: float | None) -> int:
     if gpu_memory is not None:
-        if not gpu_memory > 0:
+        if not 0 < gpu_memory < float("inf"):
             raise ValueError(f"gpu_memory is {gpu_memory!r}; it must be a number of GiB above 0")
         return int(gpu_memory * 2**30)
     if not torch.cuda.is_available():
@@ -269,21 +294,24 @@ def _advice(
     return f"no setting fits: {change}batch 1, samples of {shortest} tokens takes a GPU of {least / 2**30:.1f} GiB"
 
 
-def _seconds(gpu: GPU, costs: StepCosts, policy: str, tokens: int, length: int, in_4bit: bool, full: bool) -> float:
-    """The GPU's time for one micro-batch and the optimiser's step."""
-    layers, again = costs.layers, policy != "keep"
-    once = sum(layer.products for layer in layers)
-    second = again * sum(layer.again for layer in layers)
-    head = costs.vocabulary * costs.hidden // costs.size
-    products = 2 * tokens * ((2 + full) * once + second + (3 if full else 2) * head)
-    attention = sum(layer.queries for layer in layers) * 2 * tokens * length * (3.5 + again)
-    moved = tokens * sum(layer.kept for layer in layers) * _TRAFFIC * (1.3 if again else 1.0)
-    moved += (2 + again) * 8 * once * in_4bit  # dequantised: 2.5 bytes a weight at 64% of a copy's bandwidth, twice
-    moved += 2 * (costs.optimiser + costs.gradients + costs.adapters + costs.weights * full)
-    sent = 2 * tokens * sum(layer.entering for layer in layers) if policy == "offload" else 0
+def _seconds(
+    gpu: GPU, costs: StepCosts, operations: Operations, policy: str, tokens: int, length: int, micro_batches: int,
+    in_4bit: bool, full: bool,
+) -> float:  # fmt: skip
+    """The GPU's time for a step: micro-batches of so many tokens, in samples of this length, and the optimiser's."""
+    layers, again = operations.layers, policy != "keep"
+    pairs = Counter({w: tokens * attended_pairs([length], w) // length for w in {one.window for one in layers}})
+    products, attention = (
+        operations.useful(n, n, pairs) + operations.repeated(n, pairs, [again] * len(layers)) for n in (tokens, 0)
+    )
+    moved = tokens * sum(layer.kept for layer in costs.layers) * _TRAFFIC * (1.3 if again else 1.0)
+    # dequantised: 2.5 bytes a weight at 64% of a copy's bandwidth, twice
+    moved += (2 + again) * 8 * sum(one.forward for one in layers) * in_4bit
+    sent = 2 * tokens * sum(layer.entering for layer in costs.layers) if policy == "offload" else 0
     # attention comes to half of a product's TFLOP/s; copies to host memory and back run beside all this
-    computing = (products + 2 * attention) / (gpu.products * 1e12) + moved / (gpu.copy * 1e12)
-    return max(computing, sent / (gpu.link * 1e9))
+    computing = (products + attention) / (gpu.products * 1e12) + moved / (gpu.copy * 1e12)
+    stepping = 2 * (costs.optimiser + costs.gradients + costs.adapters + costs.weights * full) / (gpu.copy * 1e12)
+    return micro_batches * max(computing, sent / (gpu.link * 1e9)) + stepping
 
 
 def _gib(count: int) -> str:

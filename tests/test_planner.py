@@ -14,8 +14,9 @@ from benchmarks.step import ARCHITECTURES, quantise
 from fastlm import cli
 from fastlm import plan as make_plan
 from fastlm.packing.collators import PaddingFreeCollator
-from fastlm.planner import GPUS, _seconds
+from fastlm.planner import GPUS, _seconds, twin_of
 from fastlm.training.costs import PARTS, POLICIES, step_costs
+from fastlm.training.report import count_operations
 
 from .tiny import add_lora, enable_checkpointing, tiny_config, tiny_model
 
@@ -37,18 +38,32 @@ def test_the_measured_step():
 
 def test_the_measured_time():
     measured = json.loads(RECORD.read_text())["results"][0]
-    model = meta(config())
+    model = twin_of(config(), torch.bfloat16).requires_grad_(False)
     ranks = {name: 16 for name, _ in model.named_modules() if name.endswith("_proj")}
-    costs = step_costs(model, ranks)
-    seconds = _seconds(GPUS["H200"], costs, "keep", measured["tokens_per_step"], 240, in_4bit=False, full=False)
-    assert seconds == pytest.approx(measured["s_per_step"], rel=0.05)
+    costs, operations = step_costs(model, ranks), count_operations(model, adapted_mlp=True)
+    setting: Any = ("keep", measured["tokens_per_step"], 240, 1, False, False)
+    assert _seconds(GPUS["H200"], costs, operations, *setting) == pytest.approx(measured["s_per_step"], rel=0.05)
 
 
-def meta(config: Any) -> Any:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    fastlm.patch(model)
-    return model
+def test_a_step_is_all_its_micro_batches():
+    setting: dict[str, Any] = dict(gpu_memory=130, use_gradient_checkpointing="recompute")
+    once = make_plan(config(), **setting).seconds_per_step["H200"]
+    assert 7.9 < make_plan(config(), **setting, gradient_accumulation_steps=8).seconds_per_step["H200"] / once <= 8
+
+
+def test_recomputing_leaves_the_down_product_out():
+    model = twin_of(config(), torch.bfloat16)
+    adapted, other = (count_operations(model, adapted_mlp=adapted) for adapted in (True, False))
+    assert [one.forward - one.again for one in adapted.layers] == [4096 * 14_336] * 32
+    assert all(one.forward == one.again for one in other.layers)
+
+
+def test_nothing_is_allocated_where_meta_has_no_effect(monkeypatch):
+    known = torch.utils._device._device_constructors()
+    monkeypatch.setattr(torch.utils._device, "_device_constructors", lambda: known - {torch.empty})
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", None)
+    with pytest.raises(RuntimeError, match="in a new process"):
+        make_plan(config(), gpu_memory=24)
 
 
 @pytest.mark.parametrize("memory", [4, 12, 16, 24, 40, 80])
@@ -112,7 +127,10 @@ def test_a_table_for_people(capsys):
 
 def test_mistakes(tmp_path, monkeypatch):
     for error, message, arguments in (
-        (ValueError, "gpu_memory", dict(gpu_memory=0)), (ValueError, "max_length", dict(max_length=0)),
+        (ValueError, "gpu_memory", dict(gpu_memory=0)), (ValueError, "gpu_memory", dict(gpu_memory=float("inf"))),
+        (ValueError, "gradient_accumulation_steps", dict(gradient_accumulation_steps=0)),
+        (ValueError, "target_modules is empty", dict(target_modules=[])),
+        (ValueError, "max_length", dict(max_length=0)),
         (ValueError, "takes 512 tokens", dict(max_length=513)), (ValueError, "adamw_8bit", dict(optim="lion")),
         (ValueError, "contradict", dict(load_in_4bit=True, full_finetuning=True)),
         (ValueError, "use_gradient_checkpointing", dict(use_gradient_checkpointing="fast")),
@@ -125,7 +143,7 @@ def test_mistakes(tmp_path, monkeypatch):
         make_plan(3, gpu_memory=1)
     gpt2 = GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=40)
     with pytest.raises(ValueError, match="runs stock code"):
-        make_plan(gpt2, gpu_memory=1, max_length=64, target_modules=["c_attn"])
+        make_plan(gpt2, gpu_memory=1, max_length=64)
     other = tiny_config("llama")
     other.quantization_config = {"quant_method": "gptq", "bits": 4}
     with pytest.raises(ValueError, match="gptq"):

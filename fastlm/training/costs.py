@@ -35,8 +35,6 @@ class LayerCosts:
         finds in what it keeps, and, whatever the tokens, bytes of gradients and weights made dense.
     copies: bytes of adapters side by side and in the activations' dtype, which it keeps too, whatever the tokens.
     gradients: bytes of its trained tensors, whatever the tokens.
-    products, again: multiplications a token of its projections, and of those that a second forward runs.
-    queries: numbers that all query heads make of a token.
     """
 
     entering: int
@@ -45,9 +43,6 @@ class LayerCosts:
     moments: tuple[tuple[int, int, int, int], ...]
     copies: int
     gradients: int
-    products: int
-    again: int
-    queries: int
 
     def stored(self, policy: str) -> int:
         """Between forward and backward."""
@@ -120,13 +115,8 @@ def layer_costs(
         (attended * size + 4 * heads, turning * size + 4 * (queries * flash + 2 * heads), 0,
          gradients(*gate_up, "down_proj", "o_proj")),
     )  # fmt: skip
-    products = sum(weight.numel() for weight in weights.values())
     trained = sum(p.numel() for p in layer.parameters()) * size if full else gradients(*weights)
-    left_out = weights["down_proj"].numel() * lean
-    return LayerCosts(
-        hidden * size, kept, form.norm_in or reads(*qkv), moments, copies, trained, products, products - left_out,
-        queries,
-    )  # fmt: skip
+    return LayerCosts(hidden * size, kept, form.norm_in or reads(*qkv), moments, copies, trained)
 
 
 @dataclass(frozen=True)
@@ -224,17 +214,12 @@ def step_costs(
     model: Any, ranks: Mapping[str, int], *, full: bool = False, quantised: bool = False, optimiser: str = "adamw_8bit",
     accumulates: bool = False,
 ) -> StepCosts:  # fmt: skip
-    """Costs of training a patched causal LM, which may lie on the meta device; its dtype is that of activations too.
+    """Costs of training a causal LM, all its layers fused, on any device; its dtype is that of activations too.
 
     ranks: of the adapters to be, by module name; empty with full. quantised: to NF4, all projections but the head.
-    accumulates: several micro-batches a step. Raises ValueError for layers that run stock code, whose activations
-    are not known here.
+    accumulates: several micro-batches a step.
     """
     size, backbone, head = model.dtype.itemsize, model.base_model, model.get_output_embeddings()
-    report = model._fastlm_model.report
-    for name, reason in report.stock.items():
-        if not name.endswith(type(model).__name__):
-            raise ValueError(f"plan counts what layers keep that fastlm fuses, and {name} runs stock code ({reason})")
     adapter_size = 2 if quantised else 4  # as the loader and TRL hold them
     modules = dict(model.named_modules())
     embedding = model.get_input_embeddings().weight

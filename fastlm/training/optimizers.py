@@ -205,14 +205,17 @@ class _Walk:
         from transformers import PreTrainedModel
 
         self.modules = list(model.modules())
-        self.tables = [table for m in self.modules for table in (m._modules, m._parameters)]
-        self.entries = sum(map(len, self.tables))
-        self.holders = [module._parameters for module in self.modules if module._parameters]
+        self.holders = [module._parameters for module in self.modules]
+        self.tables = [module._modules for module in self.modules]
+        self.children = self._children()
         stock = (nn.Module.train, PreTrainedModel.train)  # the latter adds something only where the mode changes
         self.plain = all(kind.train in stock for kind in {type(module) for module in self.modules})
 
+    def _children(self) -> list[nn.Module | None]:
+        return [child for table in self.tables for child in table.values()]
+
     def has_changed(self) -> bool:
-        return sum(map(len, self.tables)) != self.entries
+        return self._children() != self.children
 
 
 def _walk_of(model: nn.Module) -> _Walk:

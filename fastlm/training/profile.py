@@ -105,7 +105,7 @@ class StepProfiler(TrainerCallback):
         self.profile: Profile | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        left = state.max_steps - state.global_step
+        left = max(1, state.max_steps - state.global_step)
         warm = min(1, left - 1)
         self._steps = min(_STEPS, left - warm)
         self._idle = min(3, left - warm - self._steps) + warm  # steps before

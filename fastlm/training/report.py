@@ -71,9 +71,12 @@ class Operations:
         return 2.0 * total
 
 
-def count_operations(core: Any) -> Operations | None:
-    """Of a patched causal LM; None where its layers multiply by weights that are no linear layer's (experts)."""
-    layers, head = [_count_layer(layer) for layer in _decoder_layers(core)], core.get_output_embeddings()
+def count_operations(core: Any, adapted_mlp: bool | None = None) -> Operations | None:
+    """Of a patched causal LM; None where layers are built otherwise, or multiply by other weights (experts).
+
+    adapted_mlp: whether gate, up or down are to have adapters; None: as they have now.
+    """
+    layers, head = [_count_layer(layer, adapted_mlp) for layer in _decoder_layers(core)], core.get_output_embeddings()
     known = tuple(one for one in layers if one is not None)
     if not known or len(known) < len(layers) or not isinstance(getattr(head, "weight", None), torch.Tensor):
         return None
@@ -85,28 +88,29 @@ def _decoder_layers(core: Any) -> list[nn.Module]:
     return list(getattr(core.base_model, "layers", ()))
 
 
-def _count_layer(layer: Any) -> LayerOperations | None:
+def _count_layer(layer: Any, adapted_mlp: bool | None) -> LayerOperations | None:
     linear = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
     counted = {id(module.weight) for module in linear.values()}
-    if any(p.dim() > 1 and id(p) not in counted for p in layer.parameters()) or not hasattr(layer, "self_attn"):
+    o_proj = linear.get("self_attn.o_proj", linear.get("self_attn.o_proj.base_layer"))
+    if any(p.dim() > 1 and id(p) not in counted for p in layer.parameters()) or o_proj is None:
         return None
     size = {name: module.in_features * module.out_features for name, module in linear.items()}
     forward, attention = sum(size.values()), layer.self_attn
+    if adapted_mlp is None:
+        adapted_mlp = any(name.startswith("mlp.") and ".lora_A." in name for name in linear)
     trained = sum(size[name] for name, module in linear.items() if module.weight.requires_grad)
     left_out = 0
-    if _leaves_out_down(layer, linear):
+    if adapted_mlp and _leaves_out_down(layer):
         left_out = sum(size[n] for n in size if re.fullmatch(r"mlp\.down_proj(\.base_layer|\.lora_B\..*)?", n))
     patch = attention.__dict__.get("_fastlm")
     window = attention_features(attention, patch.form)["window"] if patch is not None else None
-    return LayerOperations(forward, forward + trained, forward - left_out, attention.o_proj.in_features, window)
+    return LayerOperations(forward, forward + trained, forward - left_out, o_proj.in_features, window)
 
 
-def _leaves_out_down(layer: Any, names: Iterable[str]) -> bool:
-    """Whether a second run of the layer needs no down product: see models/checkpointing.py."""
+def _leaves_out_down(layer: Any) -> bool:
+    """Whether a second run of the layer, its MLP adapted, needs no down product: see models/checkpointing.py."""
     patches = [module.__dict__.get("_fastlm") for module in (layer, getattr(layer, "mlp", layer))]
-    if any(patch is None for patch in patches) or patches[0].form.norm_out or patches[1].form.packed:
-        return False
-    return any(name.startswith("mlp.") and ".lora_A." in name for name in names)
+    return None not in patches and not (patches[0].form.norm_out or patches[1].form.packed)
 
 
 def attended_pairs(lengths: Sequence[int], window: int | None = None) -> int:
@@ -166,6 +170,8 @@ class TrainingReport(TrainerCallback):
         core = patched_core(model)
         dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else getattr(core, "dtype", torch.float32)
         self._begin(core, args.device, dtype if dtype.itemsize == 2 else None)
+        if args.device.type == "cuda":  # loading or an earlier run may have taken more
+            torch.cuda.reset_peak_memory_stats(args.device)
 
     def note(self, batches: Iterable[Any]) -> None:
         """Count the micro-batches of the step that is next."""
@@ -199,7 +205,7 @@ class TrainingReport(TrainerCallback):
         """What comes between the last step and now is not training."""
         if self._last is not None:
             self._spans.append((self._start, self._last))
-            self._start, self._last = self._now(), None
+        self._start, self._last = self._now(), None
 
     on_evaluate = on_save = _pause
 
@@ -222,16 +228,13 @@ class TrainingReport(TrainerCallback):
 
         valid_tokens_per_second; padding_avoided, a share of padded batches' tokens; tflops_per_second, useful ones;
         tflops_per_second_spent; mfu, a share of the GPU's peak; floor_share, of a bare product's speed here, which
-        bounds what the useful ones could reach; peak_memory_gib and predicted_memory_gib; layers_<policy>.
+        bounds what the useful ones could reach; peak_memory_gib; layers_<policy>.
         """
         if self._facts or not self._steps:
             return self._facts
         total, seconds, facts = self._total, self._seconds(), self._facts
         if self._device.type == "cuda":
             facts["peak_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / _GIB
-            predicted = getattr(self._state.activations, "predicted", None)
-            if predicted:
-                facts["predicted_memory_gib"] = predicted / _GIB
         if total.unknown or not total.tokens or seconds <= 0:
             return facts
         facts["valid_tokens_per_second"] = total.tokens / seconds
@@ -247,15 +250,13 @@ class TrainingReport(TrainerCallback):
     def _shares(self, achieved: float, tokens: int) -> dict[str, float]:
         if self._device.type != "cuda" or self._half is None:
             return {}
-        peak, bare = (
-            _peak_tflops(torch.cuda.get_device_name(self._device)),
-            _bare_tflops(self._core, tokens, self._half),
-        )
+        peak = _peak_tflops(torch.cuda.get_device_name(self._device))
+        bare = _bare_tflops(self._core, tokens, self._half)
         shares = {} if peak is None else {"mfu": achieved / peak}
         return shares if bare is None else shares | {"floor_share": achieved / bare}
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for line in _lines(self.facts(), self._steps):
+        for line in _lines(self.facts(), self._steps, args.world_size):
             self._state.voice.say(line)
 
 
@@ -303,11 +304,11 @@ def _policy(layer: Any, offloads: bool) -> str:
     return "offload" if offloads or theirs else "recompute"
 
 
-def _lines(facts: dict[str, float], steps: int) -> list[str]:
+def _lines(facts: dict[str, float], steps: int, ranks: int = 1) -> list[str]:
     lines = []
     if "valid_tokens_per_second" in facts:
         lines.append(
-            f"{steps} steps counted: {facts['valid_tokens_per_second']:,.0f} valid tokens/s, "
+            f"{steps} steps counted: {facts['valid_tokens_per_second']:,.0f} valid tokens/s{' a GPU' * (ranks > 1)}, "
             f"{facts['padding_avoided']:.0%} padding avoided"
         )
     if "tflops_per_second" in facts:
@@ -315,11 +316,7 @@ def _lines(facts: dict[str, float], steps: int) -> list[str]:
         line = f"{useful:.4g} useful TFLOP/s, {spent:.4g} with what is computed twice"
         line += f"; MFU {facts['mfu']:.1%}" if "mfu" in facts else ""
         lines.append(line + (f"; {facts['floor_share']:.2f} of the floor" if "floor_share" in facts else ""))
-    words = []
-    if "peak_memory_gib" in facts:
-        words.append(f"peak memory {facts['peak_memory_gib']:.1f} GiB")
-        if "predicted_memory_gib" in facts:
-            words[0] += f" (predicted {facts['predicted_memory_gib']:.1f})"
+    words = [f"peak memory {facts['peak_memory_gib']:.1f} GiB"] if "peak_memory_gib" in facts else []
     policies = [f"{name.removeprefix('layers_')} x {n:.0f}" for name, n in facts.items() if name.startswith("layers_")]
     words += [f"activations: {', '.join(policies)}"] if policies else []
     return lines + (["; ".join(words)] if words else [])

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoModelForCausalLM
 
 import fastlm
 from fastlm.kernels.flash import FlashSettings, flash_attention
 from fastlm.models import layers
 from fastlm.models.patch import patched_core
 from fastlm.packing.collators import PaddingFreeCollator
+from fastlm.planner import twin_of
 from fastlm.training.costs import _LIBRARIES, StepCosts, _nf4_bytes, optimiser_bytes, step_costs
 
 from ..kernels.interpreter import kernel_test, run_interpreted
@@ -47,9 +47,7 @@ def our_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 def build(family: str, targets: tuple[str, ...], policy: str) -> tuple[Any, StepCosts, dict[str, Any]]:
     """A model ready to train (no targets: every weight), its costs from a twin without weights, and a batch."""
     model = tiny_model(family, intermediate_size=224, vocab_size=40)
-    with torch.device("meta"):
-        twin = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
-    fastlm.patch(twin)
+    twin = twin_of(model.config, torch.float32)
     ranks = {name: 4 for name, _ in twin.named_modules() if name.rpartition(".")[2] in targets}
     if targets:
         model = add_lora(model, target_modules=list(targets))
@@ -226,10 +224,7 @@ def test_stock_layers_are_refused():
         vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, num_local_experts=2,
     )  # fmt: skip
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    fastlm.patch(model)
     with pytest.raises(ValueError, match="runs stock code"):
-        step_costs(model, {})
+        twin_of(config, torch.float32)
     with pytest.raises(ValueError, match="adamw_8bit"):
         optimiser_bytes("adam_mini", [])

@@ -9,6 +9,7 @@ import bitsandbytes
 import pytest
 import torch
 from bitsandbytes.optim import AdamW, AdamW8bit, Lion8bit, PagedAdamW8bit
+from peft import LoraConfig
 from torch import nn
 
 from fastlm.training import optimizers
@@ -285,6 +286,12 @@ def test_walks_answer_as_the_class_does() -> None:
     check()
     layer = model.base_model.model.model.norm
     layer.weight = nn.Parameter(layer.weight.detach().clone())  # another object in its place
+    check()
+    model.delete_adapter("default")
+    model.add_adapter("default", LoraConfig(r=2, target_modules=["q_proj"]))  # as many modules as before or others
+    check()
+    layers = model.base_model.model.model.layers
+    layers[0].mlp, layers[1].mlp = copy.deepcopy(layers[1].mlp), copy.deepcopy(layers[0].mlp)
     check()
     model.eval()
     assert not any(module.training for module in model.modules())

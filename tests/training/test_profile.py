@@ -22,7 +22,7 @@ def test_the_busy_share_counts_overlaps_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*warmup.*:UserWarning")  # one step leaves none for it
-@pytest.mark.parametrize("steps, profiled", [(8, 3), (5, 3), (3, 2), (1, 1)])
+@pytest.mark.parametrize("steps, profiled", [(8, 3), (5, 3), (3, 2), (1, 1), (0, 1)])  # 0: transformers takes one
 def test_steps_after_warm_up_are_profiled(tmp_path: Any, steps: int, profiled: int) -> None:
     watch = StepProfiler(tmp_path / "trace")
     args = runs.config(tmp_path, max_steps=steps, per_device_train_batch_size=4)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, PhiConfig
 
 import fastlm
 from fastlm.models.checkpointing import recompute
@@ -82,6 +83,16 @@ def test_weights_outside_linear_layers_are_not_guessed() -> None:
     assert count_operations(core) is None
 
 
+def test_layers_built_otherwise_are_not_guessed(tmp_path: Any) -> None:
+    facts = PhiConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(facts)
+    fastlm.patch(model)
+    metrics = runs.trainer(model, runs.rows(), runs.config(tmp_path, max_steps=2)).train().metrics
+    assert count_operations(patched_core(model)) is None and "tflops_per_second" not in metrics
+
+
 def test_policies_are_told_apart() -> None:
     core = patched_core(runs.model(num_hidden_layers=3))
     assert report._policies(core) == ["keep"] * 3
@@ -124,6 +135,8 @@ class Seen(runs.TrainerCallback):
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.clock.time += 1000
 
+    on_save = on_evaluate
+
 
 def watched(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, **given: Any) -> tuple[Any, Seen]:
     clock = Clock()
@@ -140,9 +153,12 @@ def runs_data() -> Any:
     return runs.Dataset.from_list(runs.rows((4, 5)))
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_what_is_reported(tmp_path: Any, monkeypatch: Any, capsys: Any, evaluates: bool) -> None:
-    options = dict(eval_strategy="steps", eval_steps=1) if evaluates else {}
+EVALUATES: dict[str, Any] = dict(eval_strategy="steps", eval_steps=1)
+SAVES: dict[str, Any] = dict(save_strategy="steps", save_steps=1)
+
+
+@pytest.mark.parametrize("options", [{}, EVALUATES, SAVES, EVALUATES | SAVES])
+def test_what_is_reported(tmp_path: Any, monkeypatch: Any, capsys: Any, options: dict[str, Any]) -> None:
     trainer, seen = watched(tmp_path, monkeypatch, gradient_checkpointing=False, **options)
     result = trainer.train()
     facts, lengths = seen.logs[-1], [runs.LENGTHS[i : i + 2] for i in (2, 4, 6)]  # the first step is not counted
@@ -195,10 +211,11 @@ def test_padded_batches_are_not_guessed(tmp_path: Any, monkeypatch: Any, capsys:
     assert not FACTS & seen.logs[-1].keys() and "steps counted" not in capsys.readouterr().out
 
 
-def test_predicted_memory_stands_beside_the_peak() -> None:
-    facts = {"peak_memory_gib": 71.25, "predicted_memory_gib": 70.0, "layers_keep": 3, "layers_recompute": 5}
-    line = "peak memory 71.2 GiB (predicted 70.0); activations: keep x 3, recompute x 5"
-    assert report._lines(facts, 5) == [line]
+def test_the_lines() -> None:
+    facts = {"peak_memory_gib": 71.25, "layers_keep": 3, "layers_recompute": 5}
+    assert report._lines(facts, 5) == ["peak memory 71.2 GiB; activations: keep x 3, recompute x 5"]
+    facts = {"valid_tokens_per_second": 1234.0, "padding_avoided": 0.25}
+    assert report._lines(facts, 5, 2) == ["5 steps counted: 1,234 valid tokens/s a GPU, 25% padding avoided"]
     rates = {"tflops_per_second": 601.23, "tflops_per_second_spent": 640.0, "mfu": 0.608, "floor_share": 0.911}
     line = "601.2 useful TFLOP/s, 640 with what is computed twice; MFU 60.8%; 0.91 of the floor"
     assert report._lines(rates, 5) == [line]
