@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .adapters import global_hooks, runs_hooks
 from .offload import Offload
 
-__all__ = ["CALL_CHECKPOINTS", "choose", "recompute"]
+__all__ = ["CALL_CHECKPOINTS", "choose", "recompute", "restore"]
 
 # until transformers 5.24 a layer's __call__ checkpoints, from then on the class's forward, which ours replaces
 CALL_CHECKPOINTS = "__call__" in vars(GradientCheckpointingLayer)
@@ -37,9 +38,8 @@ def choose(layers: Sequence[nn.Module], offload: Offload) -> None:
     """Make the patched layers among these recompute by our function, where transformers' were to do it."""
     devices = []
     for layer in layers:
+        restore(layer)  # patched again since, or copied: offload may be another
         current: Any = layer.__dict__.get("_gradient_checkpointing_func")
-        if getattr(current, "func", None) is recompute:
-            current = current.args[0]  # patched again since, or copied: offload may be another
         func = getattr(current, "func", None)
         theirs = func is checkpoint or getattr(func, "__qualname__", "").endswith(_OFFLOADED)
         if theirs and current.keywords.keys() <= {"use_reentrant"} and "_fastlm" in layer.__dict__:
@@ -47,6 +47,13 @@ def choose(layers: Sequence[nn.Module], offload: Offload) -> None:
             if layer.gradient_checkpointing and (offload.on or func is not checkpoint):
                 devices.append(next(layer.parameters()).device)
     offload.expect(devices)
+
+
+def restore(layer: nn.Module) -> None:
+    """Undo ``choose``; what inputs had of host memory is freed with the last layer's function."""
+    current: Any = layer.__dict__.get("_gradient_checkpointing_func")
+    if getattr(current, "func", None) is recompute:
+        layer._gradient_checkpointing_func = current.args[0]
 
 
 def recompute(stock: Any, offload: Offload, run: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -103,7 +110,7 @@ class _Recompute(torch.autograd.Function):
         kind = hidden.device.type
         ctx.autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
         ctx.run, ctx.trained, ctx.patch = run, trained, _layer(run)._fastlm
-        ctx.random = (torch.get_rng_state(), *get_device_states(hidden))
+        ctx.random = (torch.get_rng_state(), *get_device_states(*{t.device: t for t in (hidden, *trained)}.values()))
         ctx.save_for_backward(hidden)
         return run(hidden)
 
@@ -137,13 +144,14 @@ class _Kept(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, run: Any, hidden: Tensor) -> None:
         self.bytes = 0
         layer = _layer(run)
-        seen = {t.untyped_storage().data_ptr() for t in (hidden, *_shared(run), *layer.parameters(), *layer.buffers())}
+        known = (hidden, *_shared(run), *layer.parameters(), *layer.buffers())
+        seen = {t.untyped_storage().data_ptr() for t in known if not is_traceable_wrapper_subclass(t)}
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
+            if not is_traceable_wrapper_subclass(tensor) and storage.data_ptr() not in seen:  # those have no memory
                 seen.add(storage.data_ptr())
                 self.bytes += storage.nbytes()
-            return tensor
+            return tensor.detach() if tensor.grad_fn is not None else tensor  # else a graph that failed holds itself
 
         super().__init__(pack, lambda tensor: tensor)

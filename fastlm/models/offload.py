@@ -78,10 +78,11 @@ class _Slab:
     def hold(self, tensor: Tensor) -> _Held | Tensor:
         """Takes the place of a layer's input until backward asks for it; the input before this one leaves the device.
 
-        A tensor with gaps stays, for its copy would have other strides, and so does what autograd holds in any case:
-        frozen embeddings that were made to take a gradient.
+        A tensor with gaps stays, for its copy would have other strides, a subclass, which a slot would not bring back,
+        and what autograd holds in any case: frozen embeddings that were made to take a gradient.
         """
-        if (tensor.is_leaf and tensor.requires_grad) or not tensor.is_contiguous() or tensor.numel() == 0:
+        plain = type(tensor) is Tensor and tensor.is_contiguous()
+        if not plain or (tensor.is_leaf and tensor.requires_grad) or tensor.numel() == 0:
             self.expected -= 1
             return tensor
         before = None if self.newest is None else self.newest()

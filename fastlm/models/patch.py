@@ -21,6 +21,7 @@ from ..kernels.attention import choose_backend
 from . import forms
 from .adapters import adapter_obstacle, is_adapted, is_ours
 from .backbone import ModelPatch, boundary_obstacle, prepare_backbone, restore_rows, stock_class
+from .checkpointing import restore
 from .fingerprint import fingerprint
 from .head import head_forward_for, head_obstacle
 from .layers import LayerPatch, Switch, activation_name, attention_features, forward_for
@@ -115,6 +116,7 @@ def unpatch(model: nn.Module) -> None:
         layer: LayerPatch | None = module.__dict__.pop("_fastlm", None)
         if layer is None:
             continue
+        restore(module)
         slot = _slot(module)
         if is_ours(module.__dict__.get(slot)):
             if layer.previous is not None:

@@ -120,7 +120,7 @@ def _last_policy(layers: list[Any]) -> str:
 def _can_be_done_again(trainer: Any, layers: list[Any], activations: Activations) -> bool:
     """Whether something is left to try should this micro-step not fit; earlier gradients are set aside for that.
 
-    Where all is kept there is room for them. Else they must not take what offloading would free, nor disturb a count.
+    Where all is kept there is room for them. Else they must not take what offloading would free.
     """
     if not _alone(trainer) or activations.policy == _last_policy(layers):
         return False
@@ -129,7 +129,16 @@ def _can_be_done_again(trainer: Any, layers: list[Any], activations: Activations
     earlier = sum(parameter.grad.nbytes for parameter in activations.trained if parameter.grad is not None)
     core: Any = patched_core(trainer.model)
     inputs = len(layers) * activations.tokens * core.config.get_text_config().hidden_size * core.dtype.itemsize
-    return earlier <= (0 if activations.policy == "first" else inputs)
+    return earlier <= inputs
+
+
+def _left_gradients_alone(trainer: Any, activations: Activations) -> bool:
+    """Whether a backward that failed touched only gradients that were set aside: not those of parameters that train
+    since the first step, nor any that a hook has applied already, as optimizers that step in backward do.
+    """
+    known = {id(parameter) for parameter in activations.trained}
+    trained = (parameter for parameter in trainer.model.parameters() if parameter.requires_grad)
+    return all(id(parameter) in known and not parameter._post_accumulate_grad_hooks for parameter in trained)
 
 
 def _set_recompute(layers: list[Any], on: bool) -> None:
@@ -196,7 +205,8 @@ def _again_if_too_large(
     model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """The micro-step; if the GPU's memory does not do, again with layers recomputed, then with inputs offloaded."""
-    random, (devices, states) = torch.get_rng_state(), get_device_states(*activations.trained[:1])
+    one_per_device = {parameter.device: parameter for parameter in activations.trained}.values()
+    random, (devices, states) = torch.get_rng_state(), get_device_states(*one_per_device)
     pending = {mode: list(rows) for mode, rows in state.pending.items()}
     metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}  # of a loss not ours
     seen = trainer._total_train_tokens
@@ -205,7 +215,8 @@ def _again_if_too_large(
             try:
                 return original(trainer, model, dict(inputs), *args, **kwargs)
             except torch.OutOfMemoryError:
-                pass
+                if not _left_gradients_alone(trainer, activations):
+                    raise
             # outside the handler, whose traceback would hold on to the activations
             _clear(activations.trained)
             state.pending.update({mode: list(rows) for mode, rows in pending.items()})

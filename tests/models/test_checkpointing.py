@@ -6,9 +6,12 @@ import pickle
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fastlm
 from fastlm.models import checkpointing
+from fastlm.models.layers import add_rms_norm
 from tests.models.batches import LAYOUTS, loss_and_gradients, samples, target_count
 from tests.tiny import FAMILIES, add_lora, enable_checkpointing, tiny_model
 
@@ -148,6 +151,50 @@ def test_an_error_in_the_second_run_leaves_the_layer_as_it_was(monkeypatch):
     with pytest.raises(MemoryError, match="full"):
         loss.backward()
     assert not any(layer._fastlm.recomputing for layer in model.get_base_model().model.layers)
+
+
+def test_a_counted_run_that_fails_holds_nothing(monkeypatch):
+    """A graph whose saved tensors hold the graph would never be freed: no garbage collector sees it."""
+    model = add_lora(tiny_model("llama"))
+    fastlm.patch(model)
+    enable_checkpointing(model)
+    for layer in model.get_base_model().model.layers:
+        layer._fastlm.kept = 0
+    model.train()
+    loss = model(**LAYOUTS["flattened"](ROWS)[0], use_cache=False).loss
+    held = []
+
+    def fails(*args, **kwargs):
+        normed, total = add_rms_norm(*args, **kwargs)
+        held.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in (args[1], normed, total))
+        raise MemoryError("full")
+
+    monkeypatch.setattr("fastlm.models.layers.add_rms_norm", fails)
+    with pytest.raises(MemoryError, match="full"):
+        loss.backward()
+    del loss
+    assert len(held) == 3 and all(reference.expired() for reference in held)
+
+
+def test_weights_that_have_no_memory_of_their_own_are_counted_without(runs):
+    """As quantised and distributed tensors are: wrappers around others."""
+    model = tiny_model("llama")
+    model.requires_grad_(False)
+    fastlm.patch(model)
+    enable_checkpointing(model)
+    first, second = model.model.layers
+    results = []
+    for wrapped in (False, True):
+        first.input_layernorm.weight.requires_grad_()
+        first._fastlm.kept = 0
+        if wrapped:
+            weight = second.mlp.down_proj.weight.data
+            second.mlp.down_proj.weight = torch.nn.Parameter(TwoTensor(weight, weight), requires_grad=False)
+            second._fastlm.kept = 0
+        results.append((*loss_and_gradients(model, LAYOUTS["padded"](ROWS), COUNT), first._fastlm.kept))
+    (loss, gradients, kept_bytes), (again, counted, still) = results
+    assert len(runs) == 4 and again == loss and still == kept_bytes > 0
+    assert gradients and all(torch.equal(counted[n], gradients[n]) for n in gradients)
 
 
 def step(model, use, **inputs):

@@ -6,6 +6,7 @@ import copy
 import ctypes
 import gc
 import pickle
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -309,6 +310,15 @@ def test_a_tensor_with_gaps_stays_where_it_is(held: list[Any]) -> None:
     assert offload._get(slab.hold(gaps)) is gaps and slab.slots == 0
 
 
+def test_a_tensor_of_another_class_stays_what_it_is() -> None:
+    class Marked(Tensor):
+        pass
+
+    slab = offload._Slab(torch.device("cpu"))
+    marked = torch.randn(1, 6, 8).as_subclass(Marked)
+    assert offload._get(slab.hold(marked)) is marked and slab.newest is None
+
+
 def test_dropout_and_autocast_are_those_of_the_first_run() -> None:
     model = add_lora(tiny_model("llama", num_hidden_layers=3), lora_dropout=0.5)
     fastlm.patch(model)
@@ -346,6 +356,16 @@ def test_a_model_patched_again_offloads_still() -> None:
     assert offload_of(model).nbytes() == 0
     loss_of(model).backward()
     assert offload_of(model).nbytes() == SLOT and all_free(model)
+
+
+def test_unpatching_puts_the_layers_functions_back_and_frees_the_memory() -> None:
+    model = made(num_hidden_layers=3)
+    stock = [layer._gradient_checkpointing_func for layer in core_of(model).model.layers]
+    loss_of(model).backward()
+    memory = weakref.ref(offload_of(model))
+    fastlm.unpatch(model)
+    gc.collect()
+    assert [layer._gradient_checkpointing_func for layer in core_of(model).model.layers] == stock and memory() is None
 
 
 def test_transformers_own_option_is_taken_over(held: list[Any]) -> None:

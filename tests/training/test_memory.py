@@ -139,14 +139,13 @@ def test_a_batch_that_does_not_fit_is_done_again(tmp_path, free, monkeypatch, ca
         assert runs.logged(trainer, name) == runs.logged(expected_trainer, name), name
 
 
-@pytest.mark.parametrize("step", [0, 1])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_inputs_go_to_host_memory_where_recomputing_is_too_much(tmp_path, monkeypatch, capsys, accumulate, step):
+@pytest.mark.parametrize(("accumulate", "step", "micro"), [(1, 0, 0), (1, 1, 0), (2, 0, 0), (2, 0, 1), (2, 1, 1)])
+def test_inputs_go_to_host_memory_where_recomputing_is_too_much(tmp_path, monkeypatch, capsys, accumulate, step, micro):
     options = {"gradient_accumulation_steps": accumulate, "per_device_train_batch_size": 1, "layers": 3}
     monkeypatch.setattr(runs, "LENGTHS", (100,) * 8)  # longer than an adapter's gradients are large
     _, expected = run(tmp_path, setting="recompute", **options)
-    # each micro-batch runs 3 layers twice; in the first of a step, and then in the last of a step, the last layer again
-    TooMuch(monkeypatch, 4 if step == 0 else 6 * accumulate + 6 * (accumulate - 1) + 4, False)
+    # each micro-batch runs 3 layers twice; the last layer's second run
+    TooMuch(monkeypatch, 6 * (accumulate * step + micro) + 4, False)
     trainer, gradients = run(tmp_path, **options)
     assert same(gradients, expected) and state_of(trainer).activations.policy == "offload"
     assert "keeping layer inputs was too much for a batch of" in capsys.readouterr().out
@@ -164,6 +163,24 @@ def test_whole_gradients_are_not_set_aside_for_what_offloading_frees(tmp_path, m
     TooMuch(monkeypatch, 8 + 4 + 3, False)  # second micro-batch of the second step
     with pytest.raises(torch.OutOfMemoryError, match="a test"):
         runs.train(model, runs.rows((2,) * 8), config)
+
+
+@pytest.mark.parametrize("why", ["stepped in backward", "trained since"])
+def test_gradients_that_cannot_be_taken_back_are_not_made_twice(tmp_path, monkeypatch, why):
+    model = runs.model("llama", num_hidden_layers=3)
+    model.get_base_model()._fastlm_checkpointing = "fastlm"
+    norm = model.get_base_model().model.norm.weight
+    if why == "stepped in backward":
+        norm.requires_grad_().register_post_accumulate_grad_hook(lambda parameter: None)
+
+    class Unfreeze(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            norm.requires_grad_()
+
+    TooMuch(monkeypatch, 6 + 4, False)  # second step, in backward
+    config = runs.config(tmp_path, per_device_train_batch_size=2, max_steps=2)
+    with pytest.raises(torch.OutOfMemoryError, match="a test"):
+        runs.trainer(model, runs.rows(), config, callbacks=[Unfreeze()]).train()
 
 
 def test_an_error_under_offload_is_raised(tmp_path, monkeypatch):
