@@ -68,8 +68,9 @@ _TRAFFIC = 11
 class Plan:
     """What a training step takes, in bytes as torch's allocator counts them.
 
-    fits: whether it fits with ``policy``, the fastest that does: "keep" all activations, "recompute" the layers, or
-        "offload" their inputs too. Where none does, the one that takes least; ``advice`` names what would fit.
+    fits: whether it fits with ``policy``, the fastest that does: "keep" all activations, all but the MLPs' gate and up
+        products ("lean"), "recompute" the layers, or "offload" their inputs too. Where none does, the one that takes
+        least; ``advice`` names what would fit.
     peak_bytes: at the worst moment. parts: "weights", "adapters", "optimiser", "gradients", "activations", "loss" and
         "workspace" then, which add up to it. peaks: of each policy.
     memory_bytes: of the GPU. largest_batch, longest_length: that fit if nothing else changes; 0 where nothing does.
@@ -92,6 +93,7 @@ class Plan:
     def __str__(self) -> str:
         how = {
             "keep": "all activations kept",
+            "lean": "all activations kept but gate and up products",
             "recompute": "layers recomputed",
             "offload": "layer inputs in host memory",
         }
@@ -142,7 +144,6 @@ def plan(
     memory = _memory(gpu_memory)
     checkpointing = kw.check_checkpointing(use_gradient_checkpointing)
     forced = {False: "keep", "recompute": "recompute", "offload": "offload"}.get(checkpointing)
-    policies = POLICIES if forced is None else (forced,)
 
     core = unwrap_peft(model)
     loaded = isinstance(core, PreTrainedModel)
@@ -167,6 +168,8 @@ def plan(
 
     in_4bit, tokens = load_in_4bit or bits == "4-bit", batch_size * max_length
     costs = costs_of(in_4bit, full)
+    can_be_lean = any(layer.remade for layer in costs.layers)
+    policies = [name for name in POLICIES if can_be_lean or name != "lean"] if forced is None else [forced]
     parts = {policy: costs.worst_moment(policy, tokens) for policy in policies}
     peaks = {policy: sum(part.values()) for policy, part in parts.items()}
     policy = next((name for name in policies if _needed(costs, name, tokens) <= memory), None)
@@ -299,12 +302,13 @@ def _seconds(
     in_4bit: bool, full: bool,
 ) -> float:  # fmt: skip
     """The GPU's time for a step: micro-batches of so many tokens, in samples of this length, and the optimiser's."""
-    layers, again = operations.layers, policy != "keep"
+    layers, again, lean = operations.layers, policy in ("recompute", "offload"), policy == "lean"
     pairs = Counter({w: tokens * attended_pairs([length], w) // length for w in {one.window for one in layers}})
     products, attention = (
         operations.useful(n, n, pairs) + operations.repeated(n, pairs, [again] * len(layers)) for n in (tokens, 0)
     )
-    moved = tokens * sum(layer.kept for layer in costs.layers) * _TRAFFIC * (1.3 if again else 1.0)
+    products += lean * 2 * tokens * sum(layer.entering * layer.remade for layer in costs.layers) / costs.size**2
+    moved = tokens * sum(layer.kept for layer in costs.layers) * _TRAFFIC * (1.3 if again else 1.1 if lean else 1.0)
     # dequantised: 2.5 bytes a weight at 64% of a copy's bandwidth, twice
     moved += (2 + again) * 8 * sum(one.forward for one in layers) * in_4bit
     sent = 2 * tokens * sum(layer.entering for layer in costs.layers) if policy == "offload" else 0

@@ -80,6 +80,7 @@ class _Frozen:
     dtype: torch.dtype
     activation: str = ""
     output_needed: bool = True
+    products_kept: bool = True
     head_dim: int = 0
 
 
@@ -231,22 +232,32 @@ def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 
 
 def _gated_backward(
-    dhidden: Tensor, gate: Tensor, up: Tensor, frozen: _Frozen, rebuild: bool
+    dhidden: Tensor, gate: Tensor, up: Tensor, activation: str, rebuild: bool, owned: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dgate, dup, act(gate) * up or None), in one pass over gate and up; dhidden may be overwritten."""
+    """(dgate, dup, act(gate) * up or None), in one pass over gate and up; dhidden, and they if owned, make room."""
     if use_triton(dhidden, gate, up):
-        if frozen.output_needed:
-            dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        else:  # a graph of one backward: gate and up, which only it has, make room; another one meets torch's error
+        if owned:  # if they were saved, another backward through the same graph meets torch's own error
             dgate, dup = gate, up
             torch.autograd.graph.increment_version((gate, up))
-        glu_bwd(dhidden, gate, up, frozen.activation, dgate, dup, dhidden if rebuild else None)
+        else:
+            dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        glu_bwd(dhidden, gate, up, activation, dgate, dup, dhidden if rebuild else None)
         return dgate, dup, dhidden if rebuild else None
     with torch.enable_grad():
         gate, up = gate.detach().requires_grad_(), up.detach().requires_grad_()
-        hidden = glu_reference(gate, up, frozen.activation)
+        hidden = glu_reference(gate, up, activation)
     dgate, dup = torch.autograd.grad(hidden, (gate, up), dhidden)
     return dgate, dup, hidden.detach()
+
+
+def _gate_and_up(
+    rows: Tensor, low: Tensor | None, b: Sequence[Tensor | None], frozen: _Frozen
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    gate, up = (
+        _project(rows, part, _dense(frozen.weights[i], frozen.dtype), frozen.biases[i], b[i], frozen.scales[i])
+        for i, part in enumerate(_split_low(low, b[:2]))
+    )
+    return gate, up
 
 
 class LoraMLPFunction(torch.autograd.Function):
@@ -261,11 +272,7 @@ class LoraMLPFunction(torch.autograd.Function):
             stacked = _stack(a[:2], dtype)
             low = None if stacked is None else rows @ stacked.t()
             cast = [_cast(tensor, dtype) for tensor in (*b, a[2])]
-            lows = _split_low(low, cast[:2])
-            gate, up = (
-                _project(rows, lows[i], _dense(frozen.weights[i], dtype), frozen.biases[i], cast[i], frozen.scales[i])
-                for i in range(2)
-            )
+            gate, up = _gate_and_up(rows, low, cast, frozen)
             rebuilt = a[2] is not None or frozen.output_needed
             hidden = _gated(gate, up, frozen.activation) if rebuilt else None
             low_down = None if cast[3] is None or hidden is None else hidden @ cast[3].t()
@@ -275,7 +282,9 @@ class LoraMLPFunction(torch.autograd.Function):
                 out = _shaped(out, x)
             else:
                 out = rows.new_zeros(()).expand(x.shape)
-        ctx.save_for_backward(None if stacked is None else rows, low, low_down, gate, up, stacked, *cast)
+        products = (gate, up) if frozen.products_kept else (None, None)
+        needed = None if stacked is None and frozen.products_kept else rows
+        ctx.save_for_backward(needed, low, low_down, *products, stacked, *cast)
         ctx.frozen, ctx.shape, ctx.dtype, ctx.dtypes = frozen, x.shape, x.dtype, _dtypes(adapters)
         return out
 
@@ -288,7 +297,10 @@ class LoraMLPFunction(torch.autograd.Function):
         dy = _rows(dout, dtype)
         dlow_down, db_down = _adapter_gradients([dy], [low_down], b[2:], frozen.scales[2:], b_dtypes[2:])
         dhidden = _input_gradient([dy], frozen.weights[2:], dtype, dlow_down, a_down)
-        dgate, dup, hidden = _gated_backward(dhidden, gate, up, frozen, a_down is not None)
+        owned = not (frozen.output_needed and frozen.products_kept)  # nobody else's, or of a graph of one backward
+        if not frozen.products_kept:
+            gate, up = _gate_and_up(rows, low, b, frozen)
+        dgate, dup, hidden = _gated_backward(dhidden, gate, up, frozen.activation, a_down is not None, owned)
         da_down = _a_gradients(dlow_down, hidden, b[2:], a_dtypes[2:])
         del hidden, dhidden
         dlow, db = _adapter_gradients([dgate, dup], _split_low(low, b[:2]), b[:2], frozen.scales[:2], b_dtypes[:2])
@@ -300,7 +312,13 @@ class LoraMLPFunction(torch.autograd.Function):
 
 
 def _split(
-    projections: Sequence[Projection], x: Tensor, activation: str = "", output_needed: bool = True, head_dim: int = 0
+    projections: Sequence[Projection],
+    x: Tensor,
+    activation: str = "",
+    *,
+    output_needed: bool = True,
+    products_kept: bool = True,
+    head_dim: int = 0,
 ) -> tuple[_Frozen, list[Tensor | None]]:
     for index, projection in enumerate(projections):
         trained = [t for t in (projection.weight, projection.bias) if isinstance(t, Tensor) and t.requires_grad]
@@ -310,7 +328,7 @@ def _split(
             raise ValueError(f"projection {index} has one half of an adapter; give both a and b, or neither")
     frozen = _Frozen(
         tuple(p.weight for p in projections), tuple(p.bias for p in projections), tuple(p.scale for p in projections),
-        _compute_dtype(x, projections[0].weight), activation, output_needed, head_dim,
+        _compute_dtype(x, projections[0].weight), activation, output_needed, products_kept, head_dim,
     )  # fmt: skip
     return frozen, [*(p.a for p in projections), *(p.b for p in projections)]
 
@@ -334,17 +352,21 @@ def lora_linear(
 
 
 def lora_mlp(
-    x: Tensor, gate: Projection, up: Projection, down: Projection, activation: str, *, output_needed: bool = True
-) -> Tensor:
+    x: Tensor, gate: Projection, up: Projection, down: Projection, activation: str, *, output_needed: bool = True,
+    products_kept: bool = True,
+) -> Tensor:  # fmt: skip
     """down(act(gate(x)) * up(x)) with adapters on any of the three; x [..., in] -> [..., out].
 
     activation: "silu", "gelu_tanh" or "gelu". Dtypes and errors as for `lora_linear`. Keeps x, the gate and up
     products and the skinny products for backward. output_needed: False for a call whose backward alone is wanted,
     once, where out = in: zeros come back, without the down product, and the gradients are those of the full call.
+    products_kept: False makes the gate and up products again in backward, for half of what a layer keeps; same bits.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
-    frozen, adapters = _split((gate, up, down), x, activation, output_needed)
+    frozen, adapters = _split(
+        (gate, up, down), x, activation, output_needed=output_needed, products_kept=products_kept
+    )  # fmt: skip
     return LoraMLPFunction.apply(x, frozen, *adapters)
 
 

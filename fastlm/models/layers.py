@@ -59,6 +59,8 @@ class LayerPatch:
     kind: "norm", "mlp", "attention", "layer" or "head". form: how the stock code is written (forms.py).
     previous: the instance's own forward that ours replaced, put back by unpatch; None where there was none.
     recomputing: whether a decoder layer runs for its graph alone, in backward (checkpointing.py).
+    products: bytes of an MLP's gate and up products in its last call, where its own backward can make them again.
+    products_kept: whether they wait for backward instead.
     kept: bytes that a decoder layer would keep for backward if it were not recomputed; 0: to be counted at the next
         recomputation; None: nobody asked.
     """
@@ -70,6 +72,8 @@ class LayerPatch:
     previous: Any = field(default=None, repr=False)
     recomputing: bool = field(default=False, repr=False)
     kept: int | None = field(default=None, repr=False)
+    products: int = field(default=0, repr=False)
+    products_kept: bool = field(default=True, repr=False)
 
 
 def layer_patch(module: nn.Module) -> LayerPatch | None:
@@ -157,10 +161,14 @@ def _mlp_forward(self: Any, hidden_states: Tensor, output_needed: bool = True) -
         return _outputs(glu_packed(gate_up, activation), self.down_proj)[0]
     projections = fusable(hidden_states, (self.gate_proj, self.up_proj, self.down_proj))
     if projections is not None:
+        inner, size = self.gate_proj.out_features, hidden_states.element_size()
+        patch.products = 2 * hidden_states.shape[:-1].numel() * inner * size
         gate_projection, up_projection, down_projection = projections
         return lora_mlp(
-            hidden_states, gate_projection, up_projection, down_projection, activation, output_needed=output_needed
-        )
+            hidden_states, gate_projection, up_projection, down_projection, activation, output_needed=output_needed,
+            products_kept=patch.products_kept,
+        )  # fmt: skip
+    patch.products = 0
     gate, up = _outputs(hidden_states, self.gate_proj, self.up_proj)
     return _outputs(glu(gate, up, activation), self.down_proj)[0]
 

@@ -17,7 +17,7 @@ from ..kernels.linear_cross_entropy import chunk_rows
 
 __all__ = ["OPTIMISERS", "PARTS", "POLICIES", "LayerCosts", "StepCosts", "layer_costs", "optimiser_bytes", "step_costs"]
 
-POLICIES = ("keep", "recompute", "offload")  # of activations, the fastest first
+POLICIES = ("keep", "lean", "recompute", "offload")  # of activations, the fastest first
 PARTS = ("weights", "adapters", "optimiser", "gradients", "activations", "loss", "workspace")
 OPTIMISERS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch", "adamw_torch_fused", "sgd")
 
@@ -33,6 +33,7 @@ class LayerCosts:
     keeps_entering: whether backward needs that too, be the layer recomputed or not.
     moments: in its backward, the part of ``kept`` that is still there, workspace, how much of that a recomputed layer
         finds in what it keeps, and, whatever the tokens, bytes of gradients and weights made dense.
+    remade: the gate and up products, where the MLP's own backward can make them again; less what it needs for that.
     copies: bytes of adapters side by side and in the activations' dtype, which it keeps too, whatever the tokens.
     gradients: bytes of its trained tensors, whatever the tokens.
     """
@@ -41,13 +42,14 @@ class LayerCosts:
     kept: int
     keeps_entering: bool
     moments: tuple[tuple[int, int, int, int], ...]
+    remade: int
     copies: int
     gradients: int
 
     def stored(self, policy: str) -> int:
         """Between forward and backward."""
-        if policy == "keep":
-            return self.kept + self.entering * self.keeps_entering
+        if policy in ("keep", "lean"):
+            return self.kept + self.entering * self.keeps_entering - self.remade * (policy == "lean")
         return self.entering if policy == "recompute" else 0
 
 
@@ -116,7 +118,8 @@ def layer_costs(
          gradients(*gate_up, "down_proj", "o_proj")),
     )  # fmt: skip
     trained = sum(p.numel() for p in layer.parameters()) * size if full else gradients(*weights)
-    return LayerCosts(hidden * size, kept, form.norm_in or reads(*qkv), moments, copies, trained)
+    remade = fused * (2 * inner - hidden * (form.norm_in and not reads(*gate_up))) * size
+    return LayerCosts(hidden * size, kept, form.norm_in or reads(*qkv), moments, remade, copies, trained)
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ class StepCosts:
     def worst_moment(self, policy: str, tokens: int) -> dict[str, int]:
         """Bytes of every part when their sum is largest, activations kept by this policy."""
         stored = [layer.stored(policy) for layer in self.layers]
-        below, again = sum(stored), policy != "keep"
+        below, again = sum(stored), policy in ("recompute", "offload")
         # of the inputs in host memory the last stays, then the next is fetched; one that is a leaf never leaves
         here = self.hidden * (1 + (not self.trained_head)) if policy == "offload" else 0
         table = self.vocabulary * self.hidden * self.trained_head  # bytes of the head's weight, and of its gradient
@@ -163,13 +166,12 @@ class StepCosts:
             here = here if layer is not self.layers[0] else 0  # nothing is below that could be fetched
             # what enters it, and what its second forward makes of that
             both_ends = self.hidden * (1 if again else layer.keeps_entering) + self.hidden * again
-            for kept, workspace, reused, fixed in layer.moments:
+            for index, (kept, workspace, reused, fixed) in enumerate(layer.moments):
+                reused = layer.remade * (index < 2) if policy == "lean" else reused * again  # the MLP's come first
                 # kept activations mean that a step can be taken again: earlier gradients are set aside until it is done
                 new = gradients if not again or not self.accumulates else 0
                 activations = tokens * (below + here + both_ends + kept + self.tables) + max(copies, layer.copies)
-                moments.append(
-                    self._moment(earlier + new, activations, 0, tokens * (workspace - reused * again) + fixed)
-                )
+                moments.append(self._moment(earlier + new, activations, 0, tokens * (workspace - reused) + fixed))
             gradients += layer.gradients
             copies -= layer.copies * (not again)
         moments.append(self._moment(self.gradients + earlier * (not again), 0, 0, table * self.tied))

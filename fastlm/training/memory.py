@@ -1,5 +1,5 @@
-"""Which activations a training step keeps: all of them where they fit, else each decoder layer's input alone, and if
-that is too much in host memory.
+"""Which activations a training step keeps: all of them where they fit, else all but the MLPs' gate and up products,
+which their own backward makes again, else each decoder layer's input alone, and if that is too much in host memory.
 
 A run under ``use_gradient_checkpointing="fastlm"`` begins with every layer recomputed. Its first step shows the peak,
 and running the layers again in backward shows what each would have kept, whatever its family, adapters and dtypes are.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from ..models.layers import LayerPatch
 from ..models.offload import Offload
 from ..models.patch import patched_core
 from ..packing.dataset import EVEN_AT, lengths_of
@@ -29,6 +30,7 @@ __all__ = ["MARGIN", "RESERVE", "Activations", "training_step"]
 
 MARGIN = 1.05  # fragmentation, and what the counts leave out
 RESERVE = 2**29  # bytes: libraries' workspaces
+_KEEPING = ("keep", "lean")  # best first
 _LONGER = 1.5  # times the tokens of the first batch: what a later one is taken to have, where it could be done again
 
 
@@ -36,7 +38,8 @@ _LONGER = 1.5  # times the tokens of the first batch: what a later one is taken 
 class Activations:
     """What a trainer has found out about its activations, as ``State.activations``.
 
-    policy: "first" until a step has been taken, then "keep" or "recompute"; "offload" where neither did.
+    policy: "first" until a step has been taken, then "keep", "lean" (all but gate and up) or "recompute"; "offload"
+        where none of them did.
     tokens: of the batch that was measured.
     before: bytes allocated before the first step. peak: at the worst moment of its forwards and backwards.
     """
@@ -84,8 +87,8 @@ def training_step(
         _begin_to_count(trainer, layers, activations, inputs)
     elif activations.policy == "first":
         _choose(trainer, layers, state, activations)
-    elif activations.policy == "keep" and layers[0].gradient_checkpointing:  # train() was called again
-        _set_recompute(layers, False)
+    elif activations.policy in _KEEPING and layers[0].gradient_checkpointing:  # train() was called again
+        _set_policy(layers, activations.policy)
     _offload(trainer).on = activations.policy == "offload"
     if _can_be_done_again(trainer, layers, activations):
         loss = _again_if_too_large(original, trainer, layers, state, activations, model, inputs, *args, **kwargs)
@@ -124,7 +127,7 @@ def _can_be_done_again(trainer: Any, layers: list[Any], activations: Activations
     """
     if not _alone(trainer) or activations.policy == _last_policy(layers):
         return False
-    if activations.policy == "keep":
+    if activations.policy in _KEEPING:
         return True
     earlier = sum(parameter.grad.nbytes for parameter in activations.trained if parameter.grad is not None)
     core: Any = patched_core(trainer.model)
@@ -141,9 +144,15 @@ def _left_gradients_alone(trainer: Any, activations: Activations) -> bool:
     return all(id(parameter) in known and not parameter._post_accumulate_grad_hooks for parameter in trained)
 
 
-def _set_recompute(layers: list[Any], on: bool) -> None:
+def _set_policy(layers: list[Any], policy: str) -> None:
     for layer in layers:
-        layer.gradient_checkpointing = on
+        layer.gradient_checkpointing = policy not in _KEEPING
+        if (mlp := _mlp(layer)) is not None:
+            mlp.products_kept = policy != "lean"
+
+
+def _mlp(layer: Any) -> LayerPatch | None:
+    return layer.mlp.__dict__.get("_fastlm") if "_fastlm" in layer.__dict__ else None
 
 
 def _begin_to_count(trainer: Any, layers: list[Any], activations: Activations, inputs: dict[str, Any]) -> None:
@@ -157,31 +166,39 @@ def _begin_to_count(trainer: Any, layers: list[Any], activations: Activations, i
     for layer in layers:
         if "_fastlm" in layer.__dict__:
             layer._fastlm.kept = 0
+        if (mlp := _mlp(layer)) is not None:
+            mlp.products_kept = True
 
 
 def _choose(trainer: Any, layers: list[Any], state: State, activations: Activations) -> None:
     """Set the policy for the rest of the run, the same on every rank."""
     kept = [layer._fastlm.kept or 0 if "_fastlm" in layer.__dict__ else 0 for layer in layers]
-    gauge, fits, needed = _gauge(trainer), False, 0
+    products = [mlp.products if (mlp := _mlp(layer)) is not None else 0 for layer in layers]
+    gauge, needed = _gauge(trainer), list[int]()
     if gauge is not None and all(kept):
         longer = _largest_batch(trainer, state, activations.tokens) / activations.tokens
         longer = max(1.0, min(longer, _LONGER) if _alone(trainer) else longer)
-        # one layer's are part of the peak already: it was recomputed there
-        needed = int(longer * MARGIN * (activations.peak - activations.before + sum(kept) - max(kept))) + RESERVE
-        if trainer.args.gradient_accumulation_steps > 1:
-            needed += sum(parameter.nbytes for parameter in activations.trained)  # set aside during a micro-step
-        fits = needed < gauge.free
+        accumulates = trainer.args.gradient_accumulation_steps > 1
+        aside = sum(parameter.nbytes for parameter in activations.trained) if accumulates else 0  # during a micro-step
+        for left_out in [[0] * len(layers), products] if any(products) else [[0] * len(layers)]:
+            held = [all_of_it - part for all_of_it, part in zip(kept, left_out, strict=True)]
+            # one layer's are part of the peak already: it was recomputed there
+            step = activations.peak - activations.before + sum(held) - max(held)
+            needed.append(int(longer * MARGIN * step) + RESERVE + aside)
+    choice = next((i for i, size in enumerate(needed) if gauge is not None and size < gauge.free), len(_KEEPING))
     if trainer.accelerator.num_processes > 1:
-        votes = torch.tensor([int(fits)], device=trainer.accelerator.device)
-        fits = bool(trainer.accelerator.gather(votes).all())
-    activations.policy = "keep" if fits else "recompute"
-    if fits:
-        _set_recompute(layers, False)
+        votes = torch.tensor([choice], device=trainer.accelerator.device)
+        choice = int(trainer.accelerator.gather(votes).max())
+    activations.policy = (*_KEEPING, "recompute")[choice]
+    if activations.policy in _KEEPING:
+        _set_policy(layers, activations.policy)
     if gauge is not None and needed:
-        verb = "kept" if fits else "recomputed"
+        verb = ("kept", "kept but for gate and up products", "recomputed")[choice]
+        sizes = f"{needed[0] / 2**30:.1f} GiB"
+        if choice and len(needed) > 1:
+            sizes += f", without these products {needed[1] / 2**30:.1f}"
         state.voice.say(
-            f"activations are {verb}: keeping them takes up to {needed / 2**30:.1f} GiB, and {gauge.free / 2**30:.1f} "
-            "GiB are free"
+            f"activations are {verb}: keeping them takes up to {sizes}, and {gauge.free / 2**30:.1f} GiB are free"
         )
 
 
@@ -227,9 +244,9 @@ def _again_if_too_large(
             if devices:
                 set_device_states(devices, states)
                 torch.cuda.empty_cache()
-            kept = activations.policy == "keep"
+            kept = activations.policy in _KEEPING
             activations.policy = "recompute" if kept else "offload"
-            _set_recompute(layers, True)
+            _set_policy(layers, activations.policy)
             _offload(trainer).on = not kept
             what, then = ("activations", "recomputed") if kept else ("layer inputs", "in host memory")
             tokens = inputs["input_ids"].numel()

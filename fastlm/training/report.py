@@ -296,7 +296,8 @@ def _policies(core: Any) -> list[str]:
 
 def _policy(layer: Any, offloads: bool) -> str:
     if not getattr(layer, "gradient_checkpointing", False):
-        return "keep"
+        mlp = getattr(getattr(layer, "mlp", None), "_fastlm", None)
+        return "keep" if mlp is None or mlp.products_kept else "lean"
     function: Any = getattr(layer, "_gradient_checkpointing_func", None)
     if getattr(function, "func", None) is recompute:
         function = function.args[0]  # what transformers put there

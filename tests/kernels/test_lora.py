@@ -154,6 +154,29 @@ def test_a_run_for_its_backward_alone(ranks):
             torch.autograd.grad(out, leaves, dout)
 
 
+@pytest.mark.parametrize("ranks", [(4, 4, 4), (None, 4, None), (None, None, 3)], ids=str)
+def test_products_made_again_in_backward(ranks):
+    """The same bits, from less than half of what is kept, and as often as the graph is there."""
+    sizes = ((24, 200), (24, 200), (200, 24))
+    projections = [projection(i, o, torch.bfloat16, rank=r) for r, (i, o) in zip(ranks, sizes, strict=True)]
+    x = torch.randn(9, 24, device=DEVICE).bfloat16().requires_grad_()
+    dout = torch.randn(9, 24, device=DEVICE).bfloat16()
+    leaves = [x, *(t for p in projections for t in (p.a, p.b) if t is not None)]
+    kept, expected = [], None
+    for products_kept in (True, False):
+        saved = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.setdefault(t.data_ptr(), t), lambda t: t
+        ):  # fmt: skip
+            out = lora_mlp(x, *projections, "silu", products_kept=products_kept)
+        kept.append(sum(t.nbytes for t in saved.values() if t.shape[0] == 9))
+        for _ in range(2):
+            found = [out, *torch.autograd.grad(out, leaves, dout, retain_graph=True)]
+            expected = expected or found
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert kept[0] - kept[1] >= 2 * 9 * 200 * 2 - x.nbytes and kept[1] < kept[0] / 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rotated", [8, 4])
 def test_queries_and_keys_are_turned_where_they_are(rotated: int, dtype: torch.dtype) -> None:

@@ -53,7 +53,9 @@ def build(family: str, targets: tuple[str, ...], policy: str) -> tuple[Any, Step
         model = add_lora(model, target_modules=list(targets))
         model.enable_input_require_grads()  # as for a layer in the middle
     fastlm.patch(model)
-    if policy != "keep":
+    for layer in patched_core(model).model.layers:
+        layer.mlp._fastlm.products_kept = policy != "lean"
+    if policy in ("recompute", "offload"):
         enable_checkpointing(model)
         patched_core(model)._fastlm_model.offload.on = policy == "offload"
     rows = [{"input_ids": torch.randint(3, 40, (length,)).tolist()} for length in LENGTHS]
@@ -127,15 +129,20 @@ SAVED = [
 ]  # fmt: skip
 
 
+LEAN = [("llama", SEVEN), ("llama", ("down_proj",)), ("gemma2", SEVEN), ("olmo2", SEVEN), ("phi3", PACKED)]
+
+
 @kernel_test
-@pytest.mark.parametrize("family, targets", SAVED)
-def test_what_is_kept_is_what_is_predicted(family, targets):
-    model, costs, batch = build(family, targets, "keep")
+@pytest.mark.parametrize(
+    "family, targets, policy", [*((*case, "keep") for case in SAVED), *((*case, "lean") for case in LEAN)]
+)
+def test_what_is_kept_is_what_is_predicted(family, targets, policy):
+    model, costs, batch = build(family, targets, policy)
     saved = Saved(given(model, batch))
     core = model.get_base_model() if targets else model
     with saved:
         output = core.base_model(input_ids=batch["input_ids"], boundaries=batch["boundaries"], use_cache=False)
-    layers_keep = sum(layer.stored("keep") for layer in costs.layers)
+    layers_keep = sum(layer.stored(policy) for layer in costs.layers)
     a_token = layers_keep + costs.hidden + 4 + costs.tables  # the last norm: x, statistics
     assert saved.bytes == sum(LENGTHS) * a_token + sum(layer.copies for layer in costs.layers)
     del output
@@ -159,6 +166,7 @@ def test_a_recomputed_layer_keeps_its_input(targets):
     [
         ("llama", SEVEN, "keep"), ("llama", ("q_proj", "v_proj"), "recompute"), ("llama", SEVEN, "offload"),
         ("llama", (), "recompute"), ("gemma2", SEVEN, "keep"), ("phi3", PACKED, "recompute"),
+        ("llama", SEVEN, "lean"), ("gemma2", SEVEN, "lean"),
     ],
 )  # fmt: skip
 def test_the_worst_moment_of_a_step(quick_collection, family, targets, policy):

@@ -58,6 +58,42 @@ def test_all_is_kept_where_it_fits(tmp_path, free, capsys):
     assert runs.logged(trainer) == runs.logged(other)
 
 
+class SecondFits:
+    """So much memory that the second size that it is compared with fits, and the first does not."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __gt__(self, size: int) -> bool:
+        self.sizes.append(size)
+        return len(self.sizes) == 2
+
+    def __truediv__(self, by: int) -> float:
+        return 1.0
+
+
+def test_gate_and_up_are_made_again_where_that_fits(tmp_path, free, capsys):
+    room = SecondFits()
+    free(room)
+    trainer, gradients = run(tmp_path)
+    layers = trainer.model.get_base_model().model.layers
+    assert recomputing(trainer) == [False, False]
+    assert [layer.mlp._fastlm.products_kept for layer in layers] == [False, False]
+    assert "fastlm: activations are kept but for gate and up products: keeping" in capsys.readouterr().out
+    measured = memory.state_of(trainer).activations.tokens
+    tokens = min(sum(sorted(runs.LENGTHS)[-2:]), memory._LONGER * measured)  # the largest batch of two samples
+    saved = 2 * tokens * layers[0].mlp.gate_proj.out_features * layers[0].mlp.gate_proj.weight.element_size()
+    assert room.sizes[0] - room.sizes[1] == pytest.approx(memory.MARGIN * saved, rel=0.01, abs=2)
+    other, expected = run(tmp_path, setting="recompute")
+    assert same(gradients, expected) and runs.logged(trainer) == runs.logged(other)
+    trainer.args.max_steps = 5
+    trainer.train()  # Trainer switches recomputation on again
+    assert recomputing(trainer) == [False, False] and not layers[0].mlp._fastlm.products_kept
+    del trainer
+    again, _ = run(tmp_path, setting="fastlm")
+    assert recomputing(again) == [True, True]  # nothing fits any more
+
+
 def test_layers_are_recomputed_where_it_does_not_fit(tmp_path, free, capsys):
     free(1000)
     trainer, _ = run(tmp_path)
