@@ -186,6 +186,7 @@ def test_settings_of_one_parameter_are_kept() -> None:
 
 def test_only_this_instance_and_only_bitsandbytes() -> None:
     made = parameters(torch.float32)
+    optimiser(made, False)  # torch wraps the step of a class when its first instance is made
     before = AdamW8bit.step
     ours = optimiser(made, True)
     assert AdamW8bit.step is before and "step" not in vars(optimiser(made, False))
