@@ -27,7 +27,7 @@ from .models.patch import patch, unwrap_peft
 from .options import bits_of, check_bits, fit_length
 from .training.costs import POLICIES, StepCosts, step_costs
 from .training.memory import MARGIN, RESERVE
-from .training.report import Operations, attended_pairs, count_operations
+from .training.report import PEAK_TFLOPS, Operations, attended_pairs, count_operations, gpu_of
 
 __all__ = ["GPUS", "Plan", "plan", "twin_of"]
 
@@ -47,17 +47,17 @@ class GPU:
 
 
 # An H200 reaches 66% of its data sheet's products and 89% of its bandwidth; the others are taken to do the same.
-def _from_sheet(memory: int, products: float, bandwidth: float, link: float) -> GPU:
-    return GPU(memory, products * 650 / 989, bandwidth * 4.27 / 4.8, link, "data sheet, not measured")
+def _from_sheet(name: str, memory: int, bandwidth: float, link: float) -> GPU:
+    return GPU(memory, PEAK_TFLOPS[name] * 650 / 989, bandwidth * 4.27 / 4.8, link, "data sheet, not measured")
 
 
 GPUS = {
     "H200": GPU(141, 650, 4.27, 50),  # its link is not measured
-    "B200": _from_sheet(180, 2250, 8.0, 50),
-    "H100": _from_sheet(80, 989, 3.35, 50),
-    "A100": _from_sheet(80, 312, 2.04, 25),
-    "L4": _from_sheet(24, 121, 0.3, 25),
-    "T4": _from_sheet(16, 65, 0.32, 12),
+    "B200": _from_sheet("B200", 180, 8.0, 50),
+    "H100": _from_sheet("H100", 80, 3.35, 50),
+    "A100": _from_sheet("A100", 80, 2.04, 25),
+    "L4": _from_sheet("L4", 24, 0.3, 25),
+    "T4": _from_sheet("T4", 16, 0.32, 12),
 }
 # H200, Llama-3-8B shapes, 16,338 tokens: 0.899 s a step, of which products take 0.739. Every byte that a layer keeps
 # makes up for the rest if it is read or written this often: norms, rotations, gates, adapters, short attention.
@@ -230,8 +230,8 @@ def _memory(gpu_memory: float | None) -> int:
 def _gpus(memory: int) -> list[str]:
     """Those to tell seconds for: this machine's, or all of the table that have this memory."""
     if torch.cuda.is_available():
-        words = torch.cuda.get_device_name().replace("-", " ").split()
-        return [name for name in GPUS if name in words]
+        name = gpu_of(torch.cuda.get_device_name())
+        return [] if name is None else [name]
     return [name for name, gpu in GPUS.items() if gpu.memory * 2**30 >= memory]
 
 
@@ -302,13 +302,13 @@ def _seconds(
     in_4bit: bool, full: bool,
 ) -> float:  # fmt: skip
     """The GPU's time for a step: micro-batches of so many tokens, in samples of this length, and the optimiser's."""
-    layers, again, lean = operations.layers, policy in ("recompute", "offload"), policy == "lean"
+    layers, again = operations.layers, policy in ("recompute", "offload")
     pairs = Counter({w: tokens * attended_pairs([length], w) // length for w in {one.window for one in layers}})
     products, attention = (
-        operations.useful(n, n, pairs) + operations.repeated(n, pairs, [again] * len(layers)) for n in (tokens, 0)
+        operations.useful(n, n, pairs) + operations.repeated(n, pairs, [policy] * len(layers)) for n in (tokens, 0)
     )
-    products += lean * 2 * tokens * sum(layer.entering * layer.remade for layer in costs.layers) / costs.size**2
-    moved = tokens * sum(layer.kept for layer in costs.layers) * _TRAFFIC * (1.3 if again else 1.1 if lean else 1.0)
+    twice = {"keep": 1.0, "lean": 1.1}.get(policy, 1.3)
+    moved = tokens * sum(layer.kept for layer in costs.layers) * _TRAFFIC * twice
     # dequantised: 2.5 bytes a weight at 64% of a copy's bandwidth, twice
     moved += (2 + again) * 8 * sum(one.forward for one in layers) * in_4bit
     sent = 2 * tokens * sum(layer.entering for layer in costs.layers) if policy == "offload" else 0

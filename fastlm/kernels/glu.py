@@ -26,7 +26,7 @@ from .launch import (
     tl,
     triton,
     use_triton,
-)  # fmt: skip
+)
 
 __all__ = ["ACTIVATIONS", "GluFunction", "PackedGluFunction", "glu", "glu_bwd", "glu_fwd", "glu_packed",
            "glu_packed_reference", "glu_reference"]  # fmt: skip

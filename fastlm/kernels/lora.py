@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from .glu import ACTIVATIONS, glu_bwd, glu_fwd, glu_reference
 from .launch import use_triton
-from .rope import rope_bwd, rope_fwd, rope_reference
+from .rope import rope_fwd, rope_reference
 
 __all__ = ["Projection", "Rotation", "lora_linear", "lora_linear_reference", "lora_mlp", "lora_mlp_reference"]
 
@@ -57,17 +57,6 @@ class Rotation:
     cos: Tensor
     sin: Tensor
     head_dim: int
-
-    def turn(self, x: Sequence[Tensor], backward: bool) -> list[Tensor]:
-        """Queries and keys [B, T, heads * D], forward in their own memory, backward in other."""
-        q, k = (each.unflatten(-1, (-1, self.head_dim)) for each in x)
-        if not use_triton(q, k, self.cos, self.sin):
-            q, k = rope_reference(q, k, self.cos, -self.sin if backward else self.sin)
-        elif backward:
-            q, k = rope_bwd(q, k, self.cos, self.sin)
-        else:
-            rope_fwd(q, k, self.cos, self.sin, in_place=True)
-        return [q.flatten(2), k.flatten(2)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +151,16 @@ def _shaped(y: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view.default(y, x.shape[:-1] + y.shape[-1:])
 
 
+def _turned(x: Sequence[Tensor], cos: Tensor, sin: Tensor, head_dim: int, *, backward: bool) -> list[Tensor]:
+    """Queries and keys [B, T, heads * D]: forward in their own memory, backward in other."""
+    q, k = (each.unflatten(-1, (-1, head_dim)) for each in x)
+    if not use_triton(q, k, cos, sin):
+        q, k = rope_reference(q, k, cos, -sin if backward else sin)
+    else:
+        q, k = rope_fwd(q, k, cos, sin, backward=backward, in_place=not backward)
+    return [q.flatten(2), k.flatten(2)]
+
+
 class LoraLinearFunction(torch.autograd.Function):
     """n projections of one input; see `lora_linear`. Tensor inputs after ``frozen``: cos, sin, a_1..a_n, b_1..b_n."""
 
@@ -182,7 +181,7 @@ class LoraLinearFunction(torch.autograd.Function):
                 y = _project(rows, part, weight, frozen.biases[i], cast[i], frozen.scales[i])
                 outputs.append(_shaped(y, x))
             if cos is not None and sin is not None:
-                outputs[:2] = Rotation(cos, sin, frozen.head_dim).turn(outputs[:2], backward=False)
+                outputs[:2] = _turned(outputs[:2], cos, sin, frozen.head_dim, backward=False)
         needed = None if stacked is None else rows
         ctx.save_for_backward(needed, low, stacked, cos, sin, *cast)  # adapters as cast: not cast again
         ctx.frozen, ctx.shape, ctx.dtype, ctx.dtypes = frozen, x.shape, x.dtype, _dtypes(adapters)
@@ -195,7 +194,7 @@ class LoraLinearFunction(torch.autograd.Function):
         frozen: _Frozen = ctx.frozen
         count = len(frozen.weights)
         if cos is not None:
-            douts = (*Rotation(cos, sin, frozen.head_dim).turn(douts[:2], backward=True), *douts[2:])
+            douts = (*_turned(douts[:2], cos, sin, frozen.head_dim, backward=True), *douts[2:])
         dys = [_rows(dout, frozen.dtype) for dout in douts]
         dlow, db = _adapter_gradients(dys, _split_low(low, b), b, frozen.scales, ctx.dtypes[count:])
         da = _a_gradients(dlow, rows, b, ctx.dtypes[:count])

@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .adapters import global_hooks, runs_hooks
 from .offload import Offload
 
-__all__ = ["CALL_CHECKPOINTS", "choose", "recompute", "restore"]
+__all__ = ["CALL_CHECKPOINTS", "choose", "policy_of", "recompute", "restore"]
 
 # until transformers 5.24 a layer's __call__ checkpoints, from then on the class's forward, which ours replaces
 CALL_CHECKPOINTS = "__call__" in vars(GradientCheckpointingLayer)
@@ -41,7 +41,7 @@ def choose(layers: Sequence[nn.Module], offload: Offload) -> None:
         restore(layer)  # patched again since, or copied: offload may be another
         current: Any = layer.__dict__.get("_gradient_checkpointing_func")
         func = getattr(current, "func", None)
-        theirs = func is checkpoint or getattr(func, "__qualname__", "").endswith(_OFFLOADED)
+        theirs = func is checkpoint or _offloads(func)
         if theirs and current.keywords.keys() <= {"use_reentrant"} and "_fastlm" in layer.__dict__:
             layer._gradient_checkpointing_func = functools.partial(recompute, current, offload)  # type: ignore[assignment]
             if layer.gradient_checkpointing and (offload.on or func is not checkpoint):
@@ -54,6 +54,23 @@ def restore(layer: nn.Module) -> None:
     current: Any = layer.__dict__.get("_gradient_checkpointing_func")
     if getattr(current, "func", None) is recompute:
         layer._gradient_checkpointing_func = current.args[0]
+
+
+def _offloads(func: Any) -> bool:
+    return getattr(func, "__qualname__", "").endswith(_OFFLOADED)
+
+
+def policy_of(layer: Any, offloads: bool) -> str:
+    """What becomes of a decoder layer's activations: "keep"; "lean", all but gate and up products; "recompute"; or
+    "offload". offloads: whether the model's ``Offload`` is on.
+    """
+    if not getattr(layer, "gradient_checkpointing", False):
+        mlp = getattr(getattr(layer, "mlp", None), "_fastlm", None)
+        return "keep" if mlp is None or mlp.products_kept else "lean"
+    current: Any = getattr(layer, "_gradient_checkpointing_func", None)
+    if getattr(current, "func", None) is recompute:
+        current = current.args[0]  # what transformers put there
+    return "offload" if offloads or _offloads(getattr(current, "func", None)) else "recompute"
 
 
 def recompute(stock: Any, offload: Offload, run: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -150,6 +150,11 @@ def patched_core(model: Any) -> PreTrainedModel | None:
     return core if patched is not None and patched.switch.on else None
 
 
+def decoder_layers(core: Any) -> list[Any]:
+    """Of a transformers causal LM, or a headless one; none where its layers are held otherwise."""
+    return list(getattr(core.base_model, "layers", ()))
+
+
 def is_patched(model: Any) -> bool:
     """Whether fastlm's forwards run in this model (PEFT's wrappers are looked through)."""
     return patched_core(model) is not None

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..models.layers import LayerPatch
 from ..models.offload import Offload
-from ..models.patch import patched_core
+from ..models.patch import decoder_layers, patched_core
 from ..packing.dataset import EVEN_AT, lengths_of
 from .step import State, state_of
 
@@ -102,7 +102,7 @@ def training_step(
 def _layers(trainer: Any) -> list[Any]:
     """The decoder layers; none where the model is not patched (any more) or is none of the known families."""
     core: Any = patched_core(trainer.model)
-    layers = list(getattr(core.base_model, "layers", ())) if core is not None else []
+    layers = decoder_layers(core) if core is not None else []
     return layers if all(hasattr(layer, "gradient_checkpointing") for layer in layers) else []
 
 
@@ -180,7 +180,8 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
         longer = max(1.0, min(longer, _LONGER) if _alone(trainer) else longer)
         accumulates = trainer.args.gradient_accumulation_steps > 1
         aside = sum(parameter.nbytes for parameter in activations.trained) if accumulates else 0  # during a micro-step
-        for left_out in [[0] * len(layers), products] if any(products) else [[0] * len(layers)]:
+        nothing = [0] * len(layers)
+        for left_out in (nothing, products) if any(products) else (nothing,):
             held = [all_of_it - part for all_of_it, part in zip(kept, left_out, strict=True)]
             # one layer's are part of the peak already: it was recomputed there
             step = activations.peak - activations.before + sum(held) - max(held)

@@ -21,15 +21,16 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from ..models.checkpointing import recompute
+from ..models.checkpointing import policy_of
 from ..models.layers import attention_features
-from ..models.patch import patched_core
+from ..models.patch import decoder_layers, patched_core
 from .step import State
 
-__all__ = ["Operations", "TrainingReport", "add_to_log", "attended_pairs", "count_operations", "get_batch_samples"]
+__all__ = ["PEAK_TFLOPS", "Operations", "TrainingReport", "add_to_log", "attended_pairs", "count_operations",
+           "get_batch_samples", "gpu_of"]  # fmt: skip
 
-# dense half-precision TFLOP/s by the word that stands in torch.cuda.get_device_name
-_PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L4": 121, "T4": 65}
+# dense half-precision TFLOP/s of the data sheets, by the word that stands in torch.cuda.get_device_name
+PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L4": 121, "T4": 65}
 _GIB = 2**30
 
 
@@ -40,13 +41,15 @@ _GIB = 2**30
 class LayerOperations:
     """Multiplications of one decoder layer: a token's, of its projections and adapters; a pair's, of its attention.
 
-    forward, backward: of all products. again: of the forward that a recomputed layer runs once more.
+    forward, backward: of all products. again: of the forward that a recomputed layer runs once more. gated: of the
+        gate and up products, which a lean layer makes once more.
     width: query heads x head_dim, one product for one pair of tokens. window: tokens that one sees, or None for all.
     """
 
     forward: int
     backward: int
     again: int
+    gated: int
     width: int
     window: int | None
 
@@ -63,11 +66,15 @@ class Operations:
         layers = sum(tokens * (one.forward + one.backward) + 6 * one.width * pairs[one.window] for one in self.layers)
         return 2.0 * (layers + targets * self.head)
 
-    def repeated(self, tokens: int, pairs: Counter[int | None], recomputed: Iterable[bool]) -> float:
-        """What is computed a second time; recomputed: for each layer, whether its forward is."""
+    def repeated(self, tokens: int, pairs: Counter[int | None], policies: Iterable[str]) -> float:
+        """What is computed a second time; policies: of each layer's activations."""
         total = 0
-        for one, twice in zip(self.layers, recomputed, strict=True):
-            total += one.width * pairs[one.window] + twice * (tokens * one.again + 2 * one.width * pairs[one.window])
+        for one, policy in zip(self.layers, policies, strict=True):
+            total += one.width * pairs[one.window]
+            if policy == "lean":
+                total += tokens * one.gated
+            elif policy != "keep":
+                total += tokens * one.again + 2 * one.width * pairs[one.window]
         return 2.0 * total
 
 
@@ -76,16 +83,12 @@ def count_operations(core: Any, adapted_mlp: bool | None = None) -> Operations |
 
     adapted_mlp: whether gate, up or down are to have adapters; None: as they have now.
     """
-    layers, head = [_count_layer(layer, adapted_mlp) for layer in _decoder_layers(core)], core.get_output_embeddings()
+    layers, head = [_count_layer(layer, adapted_mlp) for layer in decoder_layers(core)], core.get_output_embeddings()
     known = tuple(one for one in layers if one is not None)
     if not known or len(known) < len(layers) or not isinstance(getattr(head, "weight", None), torch.Tensor):
         return None
     rows, width = head.weight.shape
     return Operations(known, rows * width * (3 if head.weight.requires_grad else 2))
-
-
-def _decoder_layers(core: Any) -> list[nn.Module]:
-    return list(getattr(core.base_model, "layers", ()))
 
 
 def _count_layer(layer: Any, adapted_mlp: bool | None) -> LayerOperations | None:
@@ -99,12 +102,17 @@ def _count_layer(layer: Any, adapted_mlp: bool | None) -> LayerOperations | None
     if adapted_mlp is None:
         adapted_mlp = any(name.startswith("mlp.") and ".lora_A." in name for name in linear)
     trained = sum(size[name] for name, module in linear.items() if module.weight.requires_grad)
-    left_out = 0
-    if adapted_mlp and _leaves_out_down(layer):
-        left_out = sum(size[n] for n in size if re.fullmatch(r"mlp\.down_proj(\.base_layer|\.lora_B\..*)?", n))
+
+    def made(names: str) -> int:
+        """By these projections of the MLP and their B; what A made is kept."""
+        return sum(size[name] for name in size if re.fullmatch(rf"mlp\.{names}_proj(\.base_layer|\.lora_B\..*)?", name))
+
+    left_out = made("down") if adapted_mlp and _leaves_out_down(layer) else 0
     patch = attention.__dict__.get("_fastlm")
     window = attention_features(attention, patch.form)["window"] if patch is not None else None
-    return LayerOperations(forward, forward + trained, forward - left_out, o_proj.in_features, window)
+    return LayerOperations(
+        forward, forward + trained, forward - left_out, made("(gate|up)"), o_proj.in_features, window
+    )  # fmt: skip
 
 
 def _leaves_out_down(layer: Any) -> bool:
@@ -192,8 +200,8 @@ class TrainingReport(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._last = self._now()
         if self._operations is not None:
-            again = [policy != "keep" for policy in _policies(self._core)]
-            self._step.repeated = self._operations.repeated(self._step.tokens, self._step.pairs, again)
+            policies = _policies(self._core)
+            self._step.repeated = self._operations.repeated(self._step.tokens, self._step.pairs, policies)
         if self._warm or state.global_step >= state.max_steps:
             self._total.add(self._step)
             self._steps += 1
@@ -260,14 +268,20 @@ class TrainingReport(TrainerCallback):
             self._state.voice.say(line)
 
 
-def _peak_tflops(device_name: str) -> float | None:
+def gpu_of(device_name: str) -> str | None:
+    """The entry of ``PEAK_TFLOPS`` that torch's name of a GPU means."""
     words = re.split(r"[\s-]+", device_name)
-    return next((float(peak) for word, peak in _PEAK_TFLOPS.items() if word in words), None)
+    return next((name for name in PEAK_TFLOPS if name in words), None)
+
+
+def _peak_tflops(device_name: str) -> float | None:
+    name = gpu_of(device_name)
+    return None if name is None else float(PEAK_TFLOPS[name])
 
 
 def _bare_tflops(core: Any, tokens: int, dtype: torch.dtype) -> float | None:
     """TFLOP/s of the largest projection's plain product, for as many tokens as a micro-batch has; None if too large."""
-    linear = [m for layer in _decoder_layers(core)[:1] for m in layer.modules() if isinstance(m, nn.Linear)]
+    linear = [m for layer in decoder_layers(core)[:1] for m in layer.modules() if isinstance(m, nn.Linear)]
     width, out = max(((m.in_features, m.out_features) for m in linear), key=lambda size: size[0] * size[1])
     device, rows = core.device, max(1, min(tokens, 16_384))
     own = torch.Generator(device).manual_seed(0)  # the run's random numbers stay as they are
@@ -287,22 +301,11 @@ def _bare_tflops(core: Any, tokens: int, dtype: torch.dtype) -> float | None:
 
 
 def _policies(core: Any) -> list[str]:
-    """For every decoder layer what becomes of its activations: "keep", "recompute" or "offload"."""
+    """Of every decoder layer of a model that is patched, or was."""
     if core is None:
         return []
     offload = getattr(core.__dict__.get("_fastlm_model"), "offload", None)
-    return [_policy(layer, getattr(offload, "on", False)) for layer in _decoder_layers(core)]
-
-
-def _policy(layer: Any, offloads: bool) -> str:
-    if not getattr(layer, "gradient_checkpointing", False):
-        mlp = getattr(getattr(layer, "mlp", None), "_fastlm", None)
-        return "keep" if mlp is None or mlp.products_kept else "lean"
-    function: Any = getattr(layer, "_gradient_checkpointing_func", None)
-    if getattr(function, "func", None) is recompute:
-        function = function.args[0]  # what transformers put there
-    theirs = getattr(getattr(function, "func", None), "__name__", "") == "checkpoint_func"  # its way of offloading
-    return "offload" if offloads or theirs else "recompute"
+    return [policy_of(layer, getattr(offload, "on", False)) for layer in decoder_layers(core)]
 
 
 def _lines(facts: dict[str, float], steps: int, ranks: int = 1) -> list[str]:

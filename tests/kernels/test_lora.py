@@ -136,14 +136,19 @@ def test_what_cannot_be_fused_is_refused():
         lora_mlp(torch.randn(3, 24), p, p, p, "relu")
 
 
+def bf16_mlp(ranks: tuple, inner: int) -> tuple[Tensor, list[Projection], list[Tensor], Tensor]:
+    """x [9, 24], gate, up and down of that inner size, all that takes a gradient, and one for the output."""
+    sizes = ((24, inner), (24, inner), (inner, 24))
+    projections = [projection(i, o, torch.bfloat16, rank=r) for r, (i, o) in zip(ranks, sizes, strict=True)]
+    x = torch.randn(9, 24, device=DEVICE).bfloat16().requires_grad_()
+    leaves = [x, *(t for p in projections for t in (p.a, p.b) if t is not None)]
+    return x, projections, leaves, torch.randn(9, 24, device=DEVICE).bfloat16()
+
+
 @pytest.mark.parametrize("ranks", [(4, 4, 4), (None, 4, None)], ids=str)
 def test_a_run_for_its_backward_alone(ranks):
     """Its gradients are the full call's bits; on a GPU it takes its products' memory, and says so to a second one."""
-    sizes = ((24, 40), (24, 40), (40, 24))
-    projections = [projection(i, o, torch.bfloat16, rank=r) for r, (i, o) in zip(ranks, sizes, strict=True)]
-    x = torch.randn(9, 24, device=DEVICE).bfloat16().requires_grad_()
-    dout = torch.randn(9, 24, device=DEVICE).bfloat16()
-    leaves = [x, *(t for p in projections for t in (p.a, p.b) if t is not None)]
+    x, projections, leaves, dout = bf16_mlp(ranks, 40)
     expected = torch.autograd.grad(lora_mlp(x, *projections, "silu"), leaves, dout)
     out = lora_mlp(x, *projections, "silu", output_needed=False)
     assert not out.any()
@@ -157,11 +162,7 @@ def test_a_run_for_its_backward_alone(ranks):
 @pytest.mark.parametrize("ranks", [(4, 4, 4), (None, 4, None), (None, None, 3)], ids=str)
 def test_products_made_again_in_backward(ranks):
     """The same bits, from less than half of what is kept, and as often as the graph is there."""
-    sizes = ((24, 200), (24, 200), (200, 24))
-    projections = [projection(i, o, torch.bfloat16, rank=r) for r, (i, o) in zip(ranks, sizes, strict=True)]
-    x = torch.randn(9, 24, device=DEVICE).bfloat16().requires_grad_()
-    dout = torch.randn(9, 24, device=DEVICE).bfloat16()
-    leaves = [x, *(t for p in projections for t in (p.a, p.b) if t is not None)]
+    x, projections, leaves, dout = bf16_mlp(ranks, 200)
     kept, expected = [], None
     for products_kept in (True, False):
         saved = {}

@@ -66,9 +66,13 @@ def test_recomputed_layers_are_spent_but_not_useful() -> None:
     adapters = rank * (2 * 128 + 2 * 96 + 3 * 160)
     assert one.forward == qkvo + mlp + adapters and one.backward == one.forward + adapters
     assert one.again == one.forward - 64 * 96 - rank * 64  # down, and its B, are not run again
-    kept = operations.repeated(10, pairs, [False] * 3)
+    kept = operations.repeated(10, pairs, ["keep"] * 3)
     assert kept == 3 * 2 * 64 * 50  # attention's scores
-    assert operations.repeated(10, pairs, [True, False, False]) - kept == 2 * (10 * one.again + 2 * 64 * 50)
+    recomputed = operations.repeated(10, pairs, ["recompute", "keep", "keep"])
+    assert recomputed - kept == 2 * (10 * one.again + 2 * 64 * 50)
+    assert operations.repeated(10, pairs, ["offload", "keep", "keep"]) == recomputed
+    gate_and_up = 2 * (64 * 96 + rank * 96)  # what their A made is kept
+    assert operations.repeated(10, pairs, ["keep", "lean", "keep"]) - kept == 2 * 10 * gate_and_up
 
 
 def test_windows_are_each_layers_own() -> None:
@@ -96,6 +100,9 @@ def test_layers_built_otherwise_are_not_guessed(tmp_path: Any) -> None:
 def test_policies_are_told_apart() -> None:
     core = patched_core(runs.model(num_hidden_layers=3))
     assert report._policies(core) == ["keep"] * 3
+    core.model.layers[1].mlp._fastlm.products_kept = False
+    assert report._policies(core) == ["keep", "lean", "keep"]
+    core.model.layers[1].mlp._fastlm.products_kept = True
     enable = getattr(core, "activation_checkpointing_enable", core.gradient_checkpointing_enable)
     for offload, policy in ((False, "recompute"), (True, "offload")):
         enable(offload=offload)
@@ -170,7 +177,7 @@ def test_what_is_reported(tmp_path: Any, monkeypatch: Any, capsys: Any, options:
     pairs = Counter({None: attended_pairs(runs.LENGTHS[2:])})
     useful = operations.useful(tokens, tokens - 6, pairs)
     assert facts["tflops_per_second"] == useful / 3 / 1e12
-    assert facts["tflops_per_second_spent"] == (useful + operations.repeated(0, pairs, [False] * 2)) / 3 / 1e12
+    assert facts["tflops_per_second_spent"] == (useful + operations.repeated(0, pairs, ["keep"] * 2)) / 3 / 1e12
     assert trainer.state.log_history[-1].items() >= {name: facts[name] for name in FACTS}.items()
     assert result.metrics.items() >= {name: facts[name] for name in FACTS}.items()
     assert not any(FACTS & entry.keys() for entry in seen.logs[:-1])
