@@ -28,7 +28,7 @@ from benchmarks import step
 from benchmarks.timing import on_gpu
 from fastlm.packing import expected_speedup, pack_dataset
 
-__all__ = ["PARTS", "add_arguments", "lognormal_lengths"]
+__all__ = ["PARTS", "Watch", "add_arguments", "free_memory", "lognormal_lengths", "tokenizer"]
 
 SYSTEMS = ("TRL padded", "fastlm padding-free", "fastlm packed")
 TOLERANCE = 1e-4
@@ -85,11 +85,13 @@ class Watch(TrainerCallback):
             self.peak_gib = torch.cuda.max_memory_allocated() / 2**30 if on_gpu() else 0.0
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """Never asked for anything but its pad token: the samples are tokens already."""
-    from tokenizers import Tokenizer, models
+def tokenizer(words: int = 3) -> PreTrainedTokenizerFast:
+    """Ids 0 to 2 are pad, end and unknown; from there to words - 1 every id is the word that writes it, "17"."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
-    core = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, "<unk>": 2}, unk_token="<unk>"))
+    vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2} | {str(i): i for i in range(3, words)}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
@@ -115,12 +117,19 @@ def _train(model: Any, dataset: Dataset, watch: Watch, **given: Any) -> list[flo
         logging_strategy="steps", **given,
     )  # fmt: skip
     trainer = SFTTrainer(
-        model=model, args=arguments, train_dataset=dataset, processing_class=_tokenizer(), callbacks=[watch]
+        model=model, args=arguments, train_dataset=dataset, processing_class=tokenizer(), callbacks=[watch]
     )
     trainer.remove_callback(PrinterCallback)
     trainer.data_collator = watch.collate_with(trainer.data_collator)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def free_memory() -> None:
+    """Nothing is left of a run that nobody holds any more."""
+    gc.collect()
+    if on_gpu():
+        torch.cuda.empty_cache()
 
 
 def training(given: argparse.Namespace) -> tuple[list[dict[str, Any]], str, str]:
@@ -179,9 +188,7 @@ def _measured(given: argparse.Namespace, system: str, batch_size: int, max_lengt
         losses = None
     finally:
         del model
-        gc.collect()
-        if on_gpu():
-            torch.cuda.empty_cache()
+        free_memory()
     if losses is None:
         nothing = ("valid_tokens_per_second", "valid_token_share", "peak_less_weights_gib", "seconds_per_step")
         return row | dict.fromkeys(nothing) | {"losses": None, "out_of_memory": True}

@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from benchmarks.floor import step_floor
 from benchmarks.timing import DEVICE, on_gpu, record, save
 from fastlm import FastLanguageModel, PaddingFreeCollator, pack, patch, report
+from fastlm.keywords import PROJECTIONS
 from fastlm.training.profile import ACTIVITIES, Profile, profile_of
 
 LLAMA_8B: dict[str, Any] = dict(
@@ -88,14 +89,20 @@ def arguments_from(command: list[str] | None) -> argparse.Namespace:
     return given
 
 
-def build(given: argparse.Namespace) -> Any:
-    """The model, ready to train: patched by fastlm, or as transformers and PEFT make it."""
-    family, facts = ARCHITECTURES[given.arch]
-    config = AutoConfig.for_model(family, **facts)
+def plain(arch: str, kind: Any = AutoModelForCausalLM, **facts: Any) -> Any:
+    """A model of transformers' own with random weights in bf16; facts: more of its configuration."""
+    family, known = ARCHITECTURES[arch]
+    config = AutoConfig.for_model(family, **known, **facts)
     torch.manual_seed(0)
     with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = kind.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     model.config.use_cache = False
+    return model
+
+
+def build(given: argparse.Namespace) -> Any:
+    """The model, ready to train: patched by fastlm, or as transformers and PEFT make it."""
+    model = plain(given.arch)
     if given.qlora:
         quantise(model)
     if given.full:
@@ -104,7 +111,7 @@ def build(given: argparse.Namespace) -> Any:
     elif given.stock:
         from peft import LoraConfig, get_peft_model
 
-        targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        targets = list(PROJECTIONS)
         model = get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM"))
     else:
         model = FastLanguageModel.get_peft_model(model, r=16, lora_alpha=16, use_gradient_checkpointing=given.recompute)

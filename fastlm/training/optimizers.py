@@ -8,7 +8,8 @@ Both act on one trainer's objects: the optimiser's ``step`` is replaced on the i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MethodType
@@ -126,25 +127,32 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
     buckets = optimizer._fastlm_buckets
     if buckets is None or new or any(bucket.is_stale(optimizer) for bucket in buckets):
         buckets = optimizer._fastlm_buckets = list(_buckets(optimizer, places))
-    elsewhere = _on_another_stream(places)
-    if elsewhere:
-        torch.cuda.synchronize()
-    alone = dict(places)
-    for bucket in buckets:
-        if bucket.update(optimizer):
-            for parameter in bucket.parameters:
-                del alone[parameter]
-    for parameter, (i, j) in alone.items():
-        optimizer.update_step(optimizer.param_groups[i], parameter, i, j)
-    if elsewhere:
-        torch.cuda.synchronize()
+    with _on_the_default_stream(places):
+        alone = dict(places)
+        for bucket in buckets:
+            if bucket.update(optimizer):
+                for parameter in bucket.parameters:
+                    del alone[parameter]
+        for parameter, (i, j) in alone.items():
+            optimizer.update_step(optimizer.param_groups[i], parameter, i, j)
     return loss
 
 
-def _on_another_stream(parameters: Any) -> bool:
-    """bitsandbytes launches on the default stream, which nothing orders with a stream of the user's."""
-    devices = {parameter.device for parameter in parameters if parameter.is_cuda}
-    return any(torch.cuda.current_stream(device) != torch.cuda.default_stream(device) for device in devices)
+@contextmanager
+def _on_the_default_stream(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """bitsandbytes launches there, which nothing orders with a stream of the user's: both wait, if there is one."""
+    streams = [
+        torch.cuda.default_stream(d) for d in {parameter.device for parameter in parameters if parameter.is_cuda}
+    ]
+    if all(torch.cuda.current_stream(stream.device) == stream for stream in streams):
+        yield
+        return
+    torch.cuda.synchronize()
+    with ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        yield
+        torch.cuda.synchronize()
 
 
 def _buckets(optimizer: Any, places: dict[Tensor, tuple[int, int]]) -> Iterator[_Bucket]:
