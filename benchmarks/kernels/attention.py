@@ -1,14 +1,16 @@
-"""Packed causal attention, forward and forward with backward, by every backend that this GPU has.
+"""Packed causal attention, forward and forward with backward, by every backend that this machine has, one by one.
 
-Llama-3-8B's heads on 16,384 tokens in samples of about 240 and on two of 14,000: the torch column is
-scaled_dot_product_attention sample by sample. Gemma-2-9B's (softcap, window) and gpt_oss's (sinks, window) on
-the short ones: the torch column is eager attention sample by sample, the compile column flex_attention
-compiled with a document mask. TFLOP/s count the products of the visible pairs only.
+Llama-3-8B's heads on samples of about 240 tokens and on samples of 8,192, these with Mistral-7B's window too;
+Gemma-2-9B's (softcap, window) and gpt_oss's (sinks, window) on the short ones. The torch column is attention sample
+by sample: scaled_dot_product_attention, or eager where there are softcap or sinks; the compile column, at 16,384
+tokens, is flex_attention compiled with a document mask. TFLOP/s count the products of the visible pairs only. What a
+backend cannot serve, and one that fails, is said on stderr.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -16,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.timing import DEVICE, Timing, measure, on_gpu, report, require_gpu
-from fastlm.kernels.attention import attention, backend_refusal
+import fastlm.kernels.flash as flash
+from benchmarks.timing import DEVICE, SETTINGS, Timing, failures, measure, on_gpu, report, require_gpu, rival_ms
+from fastlm.kernels.attention import BACKENDS, attention, backend_refusal, oversized
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,10 @@ class Heads:
 
 
 LLAMA = Heads("Llama-3-8B", 32, 8, 128)
+MISTRAL = Heads("Mistral-7B", 32, 8, 128, window=4096)
 GEMMA = Heads("Gemma-2-9B", 16, 8, 256, window=4096, softcap=50.0)
 GPT_OSS = Heads("gpt_oss", 64, 8, 64, window=128, sinks=True)
+LONG = 8192  # tokens of a long sample
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,15 @@ def short_samples(tokens: int) -> list[int]:
 
 def run() -> list[Timing]:
     """All heads, each available backend, forward and forward with backward."""
-    short = short_samples(16_384)
-    cases = [(LLAMA, "14k", [14_000, 14_000]), *((heads, "240", short) for heads in (LLAMA, GEMMA, GPT_OSS))]
-    return [timing for heads, name, lengths in cases for timing in _case(heads, name, lengths)]
+    timings = []
+    for tokens in SETTINGS.tokens:
+        cases = [(heads, "240", short_samples(tokens)) for heads in (LLAMA, GEMMA, GPT_OSS)]
+        if tokens >= LONG:
+            cases += [(LLAMA, "8k", [LONG] * (tokens // LONG))]
+        if tokens == 2 * LONG:
+            cases += [(MISTRAL, "8k", [LONG] * 2)]
+        timings += [timing for case in cases for timing in _case(*case)]
+    return timings
 
 
 def _case(heads: Heads, spread: str, lengths: list[int]) -> Iterator[Timing]:
@@ -72,15 +83,12 @@ def _case(heads: Heads, spread: str, lengths: list[int]) -> Iterator[Timing]:
     above = torch.randn_like(q)
     cu_seqlens = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device=DEVICE)
     features: dict[str, Any] = dict(window=heads.window, softcap=heads.softcap)
+    asked = dict(features, sinks=heads.sinks)
     if heads.sinks:
         features["sinks"] = leaves[3]
 
     def by(backend: str) -> Tensor:
         return attention(q, k, v, cu_seqlens, max(lengths), lengths=lengths, backend=backend, **features)
-
-    def forward(function: Callable[[], Tensor]) -> Tensor:
-        with torch.no_grad():
-            return function()
 
     def both(function: Callable[[], Tensor]) -> tuple[Tensor, ...]:
         return torch.autograd.grad(function(), leaves, above)
@@ -89,24 +97,44 @@ def _case(heads: Heads, spread: str, lengths: list[int]) -> Iterator[Timing]:
     pairs = sum(min(i + 1, window) for length in lengths for i in range(length))
     operations = 4 * heads.query_heads * heads.head_dim * pairs  # two products
     inputs, output = q.nbytes + k.nbytes + v.nbytes, q.nbytes
-    reference, flex = partial(by, "sdpa"), None
-    if heads.softcap is not None or heads.sinks:
-        reference, flex = partial(by, "eager"), _flex(leaves, heads, lengths)
+    reference = "sdpa" if heads.softcap is None and not heads.sinks else "eager"
+    flex = _flex(leaves, heads, lengths) if SETTINGS.compile and tokens == SETTINGS.compared_at else None
     gpu = torch.cuda.get_device_capability() if on_gpu() else None
-    asked = dict(window=heads.window, softcap=heads.softcap, sinks=heads.sinks)
-    for backend in ("varlen", "flash4", "flash3", "flash2", "triton", "efficient"):
-        if backend_refusal(backend, DEVICE.type, gpu, torch.bfloat16, heads.head_dim, **asked) is not None:
-            continue
-        for direction, way, counted, products in (
-            ("fwd", forward, inputs + output, operations),
-            ("fwd+bwd", both, 3 * inputs + 3 * output, 3.5 * operations),
-        ):
-            base = measure(
-                f"attention {backend}", f"{heads.name} {spread} {direction}", tokens, counted,
-                partial(way, partial(by, backend)), partial(way, reference),
-                compiled=flex and partial(way, flex),
-            )  # fmt: skip
-            yield AttentionTiming(**asdict(base), tflop_per_s=products / base.ms / 1e9)
+    too_large = oversized(tokens, len(lengths), max(lengths), heads.query_heads, heads.head_dim)
+    able = [reference]
+    for backend in (name for name in BACKENDS if name not in ("sdpa", "eager")):
+        reason = backend_refusal(
+            backend, DEVICE.type, gpu, torch.bfloat16, heads.head_dim, too_large=too_large, **asked
+        )  # fmt: skip
+        if reason is None:
+            able.append(backend)
+        else:
+            _say(f"attention {backend}, {heads.name}: {reason}")
+    # forward: in training mode, where what backward needs is kept, and flex_attention compiles once
+    for direction, way, counted, products in (
+        ("fwd", lambda function: function(), inputs + output, operations),
+        ("fwd+bwd", both, 3 * inputs + 3 * output, 3.5 * operations),
+    ):
+        case = f"{heads.name} {spread} {direction}"
+        flex_ms = rival_ms(f"flex_attention, {case}", flex and partial(way, flex))
+        reference_ms = None
+        for backend in able:
+            module = flash if backend == "triton" else None
+            try:
+                ours = partial(way, partial(by, backend))
+                one = measure(f"attention {backend}", case, tokens, counted, ours, module=module)
+            except failures() as error:
+                _say(f"attention {backend}, {case}, {tokens} tokens: {type(error).__name__}: {error}")
+                continue
+            reference_ms = one.ms if backend == reference else reference_ms
+            one = replace(one, torch_ms=reference_ms, compile_ms=flex_ms)
+            yield AttentionTiming(**asdict(one), tflop_per_s=products / one.ms / 1e9)
+
+
+@lru_cache(maxsize=256)
+def _say(line: str) -> None:
+    """Once."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _flex(leaves: list[Tensor], heads: Heads, lengths: list[int]) -> Callable[[], Tensor]:
@@ -118,7 +146,7 @@ def _flex(leaves: list[Tensor], heads: Heads, lengths: list[int]) -> Callable[[]
         return (sample[i] == sample[j]) & (i >= j) & (i - j < window)
 
     def capped(score: Tensor, _batch: Tensor, _head: Tensor, _i: Tensor, _j: Tensor) -> Tensor:
-        return score if heads.softcap is None else heads.softcap * torch.tanh(score / heads.softcap)
+        return heads.softcap * torch.tanh(score / heads.softcap)
 
     @lru_cache(maxsize=1)
     def made() -> tuple[Callable[..., Any], Any]:
@@ -130,7 +158,7 @@ def _flex(leaves: list[Tensor], heads: Heads, lengths: list[int]) -> Callable[[]
     def attend() -> Tensor:
         function, mask = made()
         q, k, v = (x.transpose(0, 1)[None] for x in leaves[:3])
-        options = dict(score_mod=capped, block_mask=mask, enable_gqa=True)
+        options = dict(score_mod=heads.softcap and capped, block_mask=mask, enable_gqa=True)
         if not heads.sinks:
             return function(q, k, v, **options)[0].transpose(0, 1)
         out, lse = function(q, k, v, return_lse=True, **options)

@@ -1,9 +1,11 @@
 """rope of queries and keys, as views of one packed projection, in one launch, against the torch expression.
 
-Beside it stand two launches of the same kernel, one for the queries and one for the keys: alone, and each
-after a copy to a [B, heads, T, D] of its own, which a kernel needs that knows only that layout and rotates in
-place (forward: the projection's output is shared; backward: the incoming gradient is not its to overwrite).
-Liger rotates its inputs in place and gets contiguous ones, its best case.
+Out of place, as the public function, stand beside it two launches of the same kernel, one for the queries and one for
+the keys: alone, and each after a copy to a [B, heads, T, D] of its own, which a kernel needs that knows only that
+layout and rotates in place (forward: the projection's output is shared; backward: the incoming gradient is not its to
+overwrite). In place, as the fused QKV function rotates its own products, stands Liger, which can do no other; both on
+contiguous tensors of their own. Like with like: lines that are written in place are in the cache, having just been
+read, and those of fresh memory are not.
 """
 
 from collections.abc import Callable
@@ -46,23 +48,31 @@ def _one(case: str, model: ModelShapes, tokens: int) -> list[Timing]:
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
     dq, dk = (torch.randn(x.shape, dtype=x.dtype, device=DEVICE) for x in (q, k))
     leaves = q.detach().requires_grad_(), k.detach().requires_grad_(), cos, sin
-    own = q.detach().clone().requires_grad_(), k.detach().clone().requires_grad_(), cos, sin
+    own, theirs = ([x.detach().clone() for x in (q, k, dq, dk)] for _ in range(2))
     plain = Rival(rope_reference, leaves, (dq, dk))
     compiled = Rival(torch_compile(_reference), leaves, (dq, dk))
-    liger = Rival(liger_rope, own, (dq.clone(), dk.clone()))
+    liger = Rival(liger_rope, (*(x.requires_grad_() for x in theirs[:2]), cos, sin), theirs[2:])
     counted = 2 * (dq.nbytes + dk.nbytes) + cos.nbytes  # half of cos and half of sin
     forward = measure(
         "rope fwd", case, tokens, counted, lambda: rope_fwd(q, k, cos, sin),
-        plain.forward, compiled=compiled.forward, liger=liger.forward, module=module,
+        plain.forward, compiled=compiled.forward, module=module,
     )  # fmt: skip
     backward = measure(
         "rope bwd", case, tokens, counted, lambda: rope_bwd(dq, dk, cos, sin),
-        plain.backward, compiled=compiled.backward, liger=liger.backward, module=module,
+        plain.backward, compiled=compiled.backward, module=module,
     )  # fmt: skip
     return [
         _beside_two_launches(forward, rope_fwd, q, k, cos, sin),
         _beside_two_launches(backward, rope_bwd, dq, dk, cos, sin),
-    ]
+        measure(
+            "rope in place fwd", case, tokens, counted, lambda: rope_fwd(*own[:2], cos, sin, in_place=True),
+            liger=liger.forward, module=module,
+        ),
+        measure(
+            "rope in place bwd", case, tokens, counted,
+            lambda: rope_fwd(*own[2:], cos, sin, backward=True, in_place=True), liger=liger.backward, module=module,
+        ),
+    ]  # fmt: skip
 
 
 def _reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,9 @@ Backends, first that can wins, unless one is forced; `attention_backends` has th
 - ``flash4``: FlashAttention-4 (package flash-attn-4) where installed, on Hopper and data-centre Blackwell,
   for samples of 2,048 tokens and more. Llama-3-8B heads on an H200, 32 layers forward and backward: 794 ms
   against varlen's 1,466 ms for 32,768 tokens in 16k samples, 39 against 55 ms for 16,384 tokens in samples of
-  about 240, where varlen stays, since it needs no compilation at run time.
+  about 240, where varlen stays, since it needs no compilation at run time. flash4 compiles once for each head
+  size, number of heads that share a key head, window or none, determinism, and more than 256 samples or fewer;
+  other lengths cost nothing. FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps what it compiled for later processes.
 - ``varlen``: torch.nn.attention.varlen, on Ampere and newer, bf16 and fp16, head sizes to 256.
 - ``triton``: our kernel, on Ampere and newer, bf16 and fp16; the first with softcap and sinks.
 - ``efficient``: torch's memory-efficient attention with boundaries, before Ampere in fp16 (tested on an H200).
@@ -89,6 +91,8 @@ def backend_refusal(
         return f"needs compute capability {'.'.join(map(str, needed))}, this GPU has {version}"
     if able.majors and capability[0] not in able.majors:
         return f"needs compute capability {' or '.join(map(str, able.majors))}, this GPU has {version}"
+    if capability[0] in able.gap_majors and 128 < head_dim < 256:
+        return f"takes no head size between 128 and 256 on compute capability {version}, such as {head_dim}"
     if able.package is not None and package_function(backend) is None:
         return f"is not installed ({able.package[2]})"
     return "would index past 2^31 - 1 with so many samples" if backend in too_large else None

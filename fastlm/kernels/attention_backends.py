@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .flash import FlashSettings, flash_attention
+from .launch import device_guard
 
 __all__ = ["BACKENDS", "Backend", "Call", "package_function"]
 
@@ -74,13 +75,14 @@ def _flash_package(call: Call, name: str, unlimited: int | None) -> Tensor:
     """FlashAttention-2, -3 and -4, whose functions have the same keywords."""
     function = package_function(name)
     assert function is not None  # choose_backend saw it
-    out = function(
-        *call.unit_stride(), cu_seqlens_q=call.cu_seqlens, cu_seqlens_k=call.cu_seqlens,
-        max_seqlen_q=call.max_length, max_seqlen_k=call.max_length, causal=True, softmax_scale=call.scale,
-        window_size=(unlimited, unlimited) if call.window is None else (call.window - 1, 0),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        **({"softcap": call.softcap} if call.softcap else {}),
-    )  # fmt: skip
+    with device_guard(call.q):  # flash4 asks the current GPU what it is
+        out = function(
+            *call.unit_stride(), cu_seqlens_q=call.cu_seqlens, cu_seqlens_k=call.cu_seqlens,
+            max_seqlen_q=call.max_length, max_seqlen_k=call.max_length, causal=True, softmax_scale=call.scale,
+            window_size=(unlimited, unlimited) if call.window is None else (call.window - 1, 0),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **({"softcap": call.softcap} if call.softcap else {}),
+        )  # fmt: skip
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -221,14 +223,15 @@ class Backend:
     capability: tuple[int, int] | None = (8, 0)  # at least; None: any device, any dtype, any head size
     majors: tuple[int, ...] = ()  # compute capabilities 9.x and so on; empty: no matter
     head_multiple: int = 8
+    gap_majors: tuple[int, ...] = ()  # compute capabilities on which it takes no head size between 128 and 256
     pads_samples: bool = False  # backward indexes (T + 128 S) Hq D elements with 32 bits
     package: tuple[str, str, str] | None = None  # module, function, how to get it
 
 
 # In order of preference. Before 8.0 Triton has no tensor-core products: softcap and sinks stay with eager.
 BACKENDS: dict[str, Backend] = {
-    "flash4": Backend(
-        partial(_flash_package, name="flash4", unlimited=None), majors=(9, 10), pads_samples=True,
+    "flash4": Backend(  # its softcap and sinks have not been tried
+        partial(_flash_package, name="flash4", unlimited=None), majors=(9, 10), gap_majors=(10,), pads_samples=True,
         package=("flash_attn.cute", "flash_attn_varlen_func", "pip install flash-attn-4"),
     ),
     "varlen": Backend(_varlen, pads_samples=True),
@@ -256,10 +259,10 @@ BACKENDS: dict[str, Backend] = {
 
 @lru_cache(maxsize=16)
 def package_function(name: str) -> Callable[..., Any] | None:
-    """The function that a backend's package gives; None where it is not installed."""
+    """The function that a backend's package gives; None where it is not installed, or cannot be imported."""
     package = BACKENDS[name].package
     assert package is not None
     try:
         return getattr(import_module(package[0]), package[1], None)
-    except ImportError:
+    except (ImportError, OSError, AttributeError):  # not there, or not with the libraries and versions that it needs
         return None

@@ -8,6 +8,7 @@ each norm: saving that would move 4 bytes a head more, twice.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from .launch import (
     use_triton,
 )
 from .rms_norm import RMSNormOptions, check_norm, rms_norm_reference, sum_partials
-from .rope import LAYOUTS, check_rope, load_pairs, rope_reference, rope_tables, store_pairs
+from .rope import LAYOUTS, check_rope, load_heads, load_pairs, rope_reference, rope_tables, store_pairs
 
 __all__ = ["NormRopeFunction", "norm_rope", "norm_rope_fwd_bwd", "norm_rope_reference"]
 
@@ -34,10 +35,42 @@ FORWARD_PAIRS_PER_BLOCK = 1024  # 0.0927 ms, not 0.0940, for 16,384 tokens of Qw
 TOGETHER_PAIRS = 4096  # at most, where all heads share one norm and so one block: 8,192 elements
 WARPS = 4
 # Forward and weight gradients: programs that loop over tokens, with the next ones on their way. Forward reaches 87% of
-# a copy's bandwidth so, 77% with a program a token (H200). 8 warps hold the sums of weight gradients in 128 registers a
-# thread (sm_90), where 4 take 168.
+# a copy's bandwidth so, 77% with a program a token whose loads of k waited for its stores of q (H200). 8 warps hold the
+# sums of weight gradients in 128 registers a thread (sm_90), where 4 take 168.
 WEIGHT_GRADIENT_WARPS = 8
 BYTES_IN_FLIGHT = 80 * 1024  # at most, of shared memory: an sm_86 has 99 KiB
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Heads of q and of k in a block, warps, programs; tokens in flight in each that loops, 0: one turn each."""
+
+    q_block: int
+    k_block: int
+    warps: int
+    programs: int
+    stages: int = 0
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, tokens: int, pair_block: int, together: bool, incoming: Sequence[Tensor] | None,
+        weight_gradient: bool,
+    ) -> "_Launch":  # fmt: skip
+        """For q and k [B, T, heads, D], of so many tokens in all."""
+        q_block, k_block = (next_power_of_2(x.shape[2]) for x in (q, k))
+        if not together:
+            pairs = PAIRS_PER_BLOCK if incoming else FORWARD_PAIRS_PER_BLOCK
+            q_block, k_block = (min(block, max(1, pairs // pair_block)) for block in (q_block, k_block))
+        large = q_block * pair_block > PAIRS_PER_BLOCK
+        if incoming and not weight_gradient and not together:
+            return cls(q_block, k_block, WARPS << large, tokens)
+        warps = (WEIGHT_GRADIENT_WARPS if incoming else WARPS) << large
+        programs = looping_programs(tokens, warps, q.device) if incoming else resident_programs(warps, q.device)
+        programs = triton.cdiv(tokens, triton.cdiv(tokens, programs))  # no last turn for a few: 3% of 32 turns
+        heads = sum(triton.cdiv(x.shape[2], block) * block for x, block in ((q, q_block), (k, k_block)))
+        token_bytes = heads * 2 * pair_block * (q.element_size() + (incoming[0].element_size() if incoming else 0))
+        stages = 1 + min(2 if incoming else 1, BYTES_IN_FLIGHT // token_bytes) if programs < tokens else 0
+        return cls(q_block, k_block, warps, programs, stages)
 
 
 @triton.jit
@@ -52,20 +85,27 @@ def _mean(sums_of_pairs, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TOGETHER: 
 
 @triton.jit
 def _norm_rotate_heads(
-    x_pointer, dout_pointer, out_pointer, weight1, weight2, cos, sin, dweight1, dweight2, eps,
+    x_pointer, dout_pointer, out_pointer, x1, x2, dout1, dout2, weight1, weight2, cos, sin, dweight1, dweight2, eps,
     x_head_stride, x_dim_stride, dout_head_stride, dout_dim_stride,
     HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr,
     PAIR_BLOCK: tl.constexpr, TOGETHER: tl.constexpr, CAST_BEFORE_SCALE: tl.constexpr, NEIGHBOURS: tl.constexpr,
     BACKWARD: tl.constexpr, WEIGHT_GRADIENT: tl.constexpr, LONG_INDEXING: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token; out, contiguous [HEADS, HEAD_DIM], gets the rotated norms or the gradient of x."""
+    """All heads of one token; out, contiguous [HEADS, HEAD_DIM], gets the rotated norms or the gradient of x.
+
+    x1, x2, dout1, dout2: the pairs of the first HEAD_BLOCK of them.
+    """
     for start in tl.static_range(0, HEADS, HEAD_BLOCK):  # unrolled: loads of the next token join its pipeline
-        head = start + tl.arange(0, HEAD_BLOCK)[:, None]  # [HEAD_BLOCK, 1]
-        mask = head < HEADS
-        if LONG_INDEXING:
-            head = head.to(tl.int64)
-        x_head = x_pointer + head * x_head_stride
-        x1, x2 = load_pairs(x_head, mask, x_dim_stride, HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, LONG_INDEXING)
+        if start > 0:
+            x1, x2 = load_heads(
+                x_pointer, start, HEADS, HEAD_BLOCK, x_head_stride, x_dim_stride,
+                HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, LONG_INDEXING,
+            )  # fmt: skip
+            if BACKWARD:
+                dout1, dout2 = load_heads(
+                    dout_pointer, start, HEADS, HEAD_BLOCK, dout_head_stride, dout_dim_stride,
+                    HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, LONG_INDEXING,
+                )  # fmt: skip
         rstd = tl.rsqrt(_mean(x1 * x1 + x2 * x2, HEADS, HEAD_DIM, TOGETHER) + eps)
         x1 *= rstd
         x2 *= rstd
@@ -75,10 +115,6 @@ def _norm_rotate_heads(
             normed1 = x1.to(x_pointer.dtype.element_ty).to(tl.float32)
             normed2 = x2.to(x_pointer.dtype.element_ty).to(tl.float32)
         if BACKWARD:
-            dout_head = dout_pointer + head * dout_head_stride
-            dout1, dout2 = load_pairs(
-                dout_head, mask, dout_dim_stride, HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, LONG_INDEXING
-            )
             scaled1 = dout1 * cos + dout2 * sin  # rotated back
             scaled2 = dout2 * cos - dout1 * sin
             if WEIGHT_GRADIENT:
@@ -94,6 +130,10 @@ def _norm_rotate_heads(
             scaled2 = normed2 * weight2
             y1 = scaled1 * cos - scaled2 * sin
             y2 = scaled2 * cos + scaled1 * sin
+        head = start + tl.arange(0, HEAD_BLOCK)[:, None]  # [HEAD_BLOCK, 1]
+        mask = head < HEADS
+        if LONG_INDEXING:
+            head = head.to(tl.int64)
         out_head = out_pointer + head * HEAD_DIM
         store_pairs(out_head, mask, y1, y2, HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, LONG_INDEXING)
     return dweight1, dweight2
@@ -111,7 +151,8 @@ def _norm_rope_kernel(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_HEAD_BLOCK: tl.constexpr, K_HEAD_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, PAIR_BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
     OFFSET: tl.constexpr, CAST_BEFORE_SCALE: tl.constexpr, NEIGHBOURS: tl.constexpr, TABLE_STEP: tl.constexpr,
-    STAGES: tl.constexpr, BACKWARD: tl.constexpr, WEIGHT_GRADIENT: tl.constexpr, LONG_INDEXING: tl.constexpr,
+    BATCHED: tl.constexpr, STAGES: tl.constexpr, BACKWARD: tl.constexpr, WEIGHT_GRADIENT: tl.constexpr,
+    LONG_INDEXING: tl.constexpr,
 ):  # fmt: skip
     # program p takes tokens p, p + program_count, ... of all rows of the batch, each of token_count
     program = tl.program_id(0)
@@ -120,40 +161,70 @@ def _norm_rope_kernel(
     k_row = tl.arange(0, K_HEAD_BLOCK if TOGETHER else 1)[:, None]
     Q_ROWS: tl.constexpr = Q_HEADS if TOGETHER else 1
     K_ROWS: tl.constexpr = K_HEADS if TOGETHER else 1
-    q_weight1, q_weight2 = load_pairs(
-        q_weight_pointer + q_row * HEAD_DIM, q_row < Q_ROWS, 1, HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, False
-    )
-    k_weight1, k_weight2 = load_pairs(
-        k_weight_pointer + k_row * HEAD_DIM, k_row < K_ROWS, 1, HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, False
-    )
+    if STAGES > 0:
+        q_weight1, q_weight2 = load_pairs(
+            q_weight_pointer + q_row * HEAD_DIM, q_row < Q_ROWS, 1, HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, False
+        )
+        k_weight1, k_weight2 = load_pairs(
+            k_weight_pointer + k_row * HEAD_DIM, k_row < K_ROWS, 1, HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, False
+        )
     dq_weight1 = tl.zeros([Q_HEAD_BLOCK, PAIR_BLOCK], dtype=tl.float32)
     dq_weight2 = tl.zeros([Q_HEAD_BLOCK, PAIR_BLOCK], dtype=tl.float32)
     dk_weight1 = tl.zeros([K_HEAD_BLOCK, PAIR_BLOCK], dtype=tl.float32)
     dk_weight2 = tl.zeros([K_HEAD_BLOCK, PAIR_BLOCK], dtype=tl.float32)
-    for turn in tl.range(0, tl.cdiv(row_count - program, program_count), num_stages=STAGES):
+    turns = tl.cdiv(row_count - program, program_count) if STAGES > 0 else 1
+    for turn in tl.range(0, turns, num_stages=STAGES):
         row = program + turn * program_count
         if LONG_INDEXING:
             row = row.to(tl.int64)
-        batch = row // token_count
-        token = row % token_count
+        batch = row // token_count if BATCHED else 0
+        token = row - batch * token_count
+        q_token = q_pointer + batch * q_batch_stride + token * q_token_stride
+        k_token = k_pointer + batch * k_batch_stride + token * k_token_stride
+        dq_out_token = dq_out_pointer + batch * dq_out_batch_stride + token * dq_out_token_stride
+        dk_out_token = dk_out_pointer + batch * dk_out_batch_stride + token * dk_out_token_stride
+        q1, q2 = load_heads(
+            q_token, 0, Q_HEADS, Q_HEAD_BLOCK, q_head_stride, q_dim_stride,
+            HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, LONG_INDEXING,
+        )  # fmt: skip
+        k1, k2 = load_heads(
+            k_token, 0, K_HEADS, K_HEAD_BLOCK, k_head_stride, k_dim_stride,
+            HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, LONG_INDEXING,
+        )  # fmt: skip
+        dq1, dq2, dk1, dk2 = q1, q2, k1, k2
+        if BACKWARD:
+            dq1, dq2 = load_heads(
+                dq_out_token, 0, Q_HEADS, Q_HEAD_BLOCK, dq_out_head_stride, dq_out_dim_stride,
+                HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, LONG_INDEXING,
+            )  # fmt: skip
+            dk1, dk2 = load_heads(
+                dk_out_token, 0, K_HEADS, K_HEAD_BLOCK, dk_out_head_stride, dk_out_dim_stride,
+                HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, LONG_INDEXING,
+            )  # fmt: skip
+        if STAGES == 0:  # the token's loads go first
+            tl.debug_barrier()  # as in rope
+            q_weight1, q_weight2 = load_pairs(
+                q_weight_pointer + q_row * HEAD_DIM, q_row < Q_ROWS, 1, HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, False
+            )
+            k_weight1, k_weight2 = load_pairs(
+                k_weight_pointer + k_row * HEAD_DIM, k_row < K_ROWS, 1, HEAD_DIM, ROTATED, PAIR_BLOCK, NEIGHBOURS, False
+            )
         cos_token = cos_pointer + batch * cos_batch_stride + token * cos_token_stride
         sin_token = sin_pointer + batch * sin_batch_stride + token * sin_token_stride
         # pairs that are not rotated turn by nothing
         cos = tl.load(cos_token + pair * TABLE_STEP, mask=pair < ROTATED // 2, other=1.0).to(tl.float32)[None, :]
         sin = tl.load(sin_token + pair * TABLE_STEP, mask=pair < ROTATED // 2, other=0.0).to(tl.float32)[None, :]
         dq_weight1, dq_weight2 = _norm_rotate_heads(
-            q_pointer + batch * q_batch_stride + token * q_token_stride,
-            dq_out_pointer + batch * dq_out_batch_stride + token * dq_out_token_stride,
-            q_out_pointer + row * (Q_HEADS * HEAD_DIM), q_weight1 + OFFSET, q_weight2 + OFFSET, cos, sin,
-            dq_weight1, dq_weight2, eps, q_head_stride, q_dim_stride, dq_out_head_stride, dq_out_dim_stride,
+            q_token, dq_out_token, q_out_pointer + row * (Q_HEADS * HEAD_DIM), q1, q2, dq1, dq2,
+            q_weight1 + OFFSET, q_weight2 + OFFSET, cos, sin, dq_weight1, dq_weight2, eps,
+            q_head_stride, q_dim_stride, dq_out_head_stride, dq_out_dim_stride,
             Q_HEADS, Q_HEAD_BLOCK, HEAD_DIM, ROTATED, PAIR_BLOCK, TOGETHER, CAST_BEFORE_SCALE, NEIGHBOURS,
             BACKWARD, WEIGHT_GRADIENT, LONG_INDEXING,
         )  # fmt: skip
         dk_weight1, dk_weight2 = _norm_rotate_heads(
-            k_pointer + batch * k_batch_stride + token * k_token_stride,
-            dk_out_pointer + batch * dk_out_batch_stride + token * dk_out_token_stride,
-            k_out_pointer + row * (K_HEADS * HEAD_DIM), k_weight1 + OFFSET, k_weight2 + OFFSET, cos, sin,
-            dk_weight1, dk_weight2, eps, k_head_stride, k_dim_stride, dk_out_head_stride, dk_out_dim_stride,
+            k_token, dk_out_token, k_out_pointer + row * (K_HEADS * HEAD_DIM), k1, k2, dk1, dk2,
+            k_weight1 + OFFSET, k_weight2 + OFFSET, cos, sin, dk_weight1, dk_weight2, eps,
+            k_head_stride, k_dim_stride, dk_out_head_stride, dk_out_dim_stride,
             K_HEADS, K_HEAD_BLOCK, HEAD_DIM, ROTATED, PAIR_BLOCK, TOGETHER, CAST_BEFORE_SCALE, NEIGHBOURS,
             BACKWARD, WEIGHT_GRADIENT, LONG_INDEXING,
         )  # fmt: skip
@@ -195,37 +266,23 @@ def norm_rope_fwd_bwd(
         dweights = (torch.zeros_like(q_weight), torch.zeros_like(k_weight)) if weight_gradient else ()
         return q_out, k_out, *dweights
     cos, sin, table_strides, rotated = rope_tables(cos, sin, layout)
-    pair_block = next_power_of_2(head_dim // 2)
-    together = _together(q, k, q_weight, k_weight)
-    q_block, k_block = next_power_of_2(q_heads), next_power_of_2(k_heads)
-    if not together:
-        pairs = PAIRS_PER_BLOCK if incoming else FORWARD_PAIRS_PER_BLOCK
-        q_block, k_block = (min(block, max(1, pairs // pair_block)) for block in (q_block, k_block))
-    large = q_block * pair_block > PAIRS_PER_BLOCK
-    warps, programs, stages, partial = WARPS << large, row_count, 1, q  # partial: only written with WEIGHT_GRADIENT
-    loops = weight_gradient or together or not incoming  # 0.154 ms, not 0.204, for all heads together (H200)
-    if loops and incoming:
-        warps = WEIGHT_GRADIENT_WARPS << large
-        programs = looping_programs(row_count, warps, q.device)
-    elif loops:
-        programs = min(row_count, resident_programs(warps, q.device))
+    pair_block, together = next_power_of_2(head_dim // 2), _together(q, k, q_weight, k_weight)
+    launch = _Launch.of(q, k, row_count, pair_block, together, incoming, weight_gradient)
+    partial = q  # only written with WEIGHT_GRADIENT
     if weight_gradient:
-        partial = torch.empty(programs, q_weight.numel() + k_weight.numel(), dtype=torch.float32, device=q.device)
-    if programs < row_count:
-        heads = triton.cdiv(q_heads, q_block) * q_block + triton.cdiv(k_heads, k_block) * k_block
-        token_bytes = heads * 2 * pair_block * (q.element_size() + (dq_out.element_size() if incoming else 0))
-        stages = 1 + min(2 if incoming else 1, BYTES_IN_FLIGHT // token_bytes)
+        columns = q_weight.numel() + k_weight.numel()
+        partial = torch.empty(launch.programs, columns, dtype=torch.float32, device=q.device)
     with device_guard(q):
-        _norm_rope_kernel[(programs,)](
+        _norm_rope_kernel[(launch.programs,)](
             q, k, dq_out, dk_out, q_weight.contiguous(), k_weight.contiguous(), cos, sin, q_out, k_out, partial,
-            token_count, row_count, programs, options.eps,
+            token_count, row_count, launch.programs, options.eps,
             *q.stride(), *k.stride(), *dq_out.stride(), *dk_out.stride(), *table_strides,
-            Q_HEADS=q_heads, K_HEADS=k_heads, Q_HEAD_BLOCK=q_block, K_HEAD_BLOCK=k_block,
+            Q_HEADS=q_heads, K_HEADS=k_heads, Q_HEAD_BLOCK=launch.q_block, K_HEAD_BLOCK=launch.k_block,
             HEAD_DIM=head_dim, ROTATED=rotated, PAIR_BLOCK=pair_block, TOGETHER=together, OFFSET=options.offset,
             CAST_BEFORE_SCALE=options.cast_before_scale, NEIGHBOURS=LAYOUTS[layout].neighbours,
-            TABLE_STEP=LAYOUTS[layout].table_step, STAGES=stages, BACKWARD=incoming is not None,
-            WEIGHT_GRADIENT=weight_gradient,
-            LONG_INDEXING=long_indexing(q, k, dq_out, dk_out, cos, sin, q_out, k_out), num_warps=warps,
+            TABLE_STEP=LAYOUTS[layout].table_step, BATCHED=batch_size > 1, STAGES=launch.stages,
+            BACKWARD=incoming is not None, WEIGHT_GRADIENT=weight_gradient,
+            LONG_INDEXING=long_indexing(q, k, dq_out, dk_out, cos, sin, q_out, k_out), num_warps=launch.warps,
         )  # fmt: skip
     if not weight_gradient:
         return q_out, k_out

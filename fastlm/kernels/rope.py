@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from .launch import device_guard, long_indexing, next_power_of_2, tl, triton, use_triton
 
-__all__ = ["LAYOUTS", "RopeFunction", "check_rope", "load_pairs", "rope", "rope_bwd", "rope_fwd",
+__all__ = ["LAYOUTS", "RopeFunction", "check_rope", "load_heads", "load_pairs", "rope", "rope_bwd", "rope_fwd",
            "rope_reference", "rope_tables", "store_pairs"]  # fmt: skip
 
 
@@ -94,20 +94,42 @@ def store_pairs(
 
 
 @triton.jit
+def load_heads(
+    pointer, START: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, head_stride, dim_stride,
+    DIMS: tl.constexpr, ROTATED: tl.constexpr, PAIR_BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    LONG_INDEXING: tl.constexpr,
+):  # fmt: skip
+    """`load_pairs` of heads START to START + HEAD_BLOCK - 1 of the token at pointer; 0 past its HEADS."""
+    head = START + tl.arange(0, HEAD_BLOCK)[:, None]
+    mask = head < HEADS
+    if LONG_INDEXING:
+        head = head.to(tl.int64)
+    return load_pairs(
+        pointer + head * head_stride, mask, dim_stride, DIMS, ROTATED, PAIR_BLOCK, NEIGHBOURS, LONG_INDEXING
+    )
+
+
+@triton.jit
 def _rotate_heads(
-    in_pointer, out_pointer, cos, sin, in_head_stride, in_dim_stride,
+    in_pointer, out_pointer, x1, x2, cos, sin, in_head_stride, in_dim_stride,
     HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr,
     PAIR_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr, LONG_INDEXING: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token: pointers stand at its first element, out is contiguous [HEADS, HEAD_DIM]."""
-    for start in range(0, HEADS, HEAD_BLOCK):
+    """All heads of one token: pointers stand at its first element, out is contiguous [HEADS, HEAD_DIM].
+
+    x1, x2: the pairs of the first HEAD_BLOCK of them.
+    """
+    for start in tl.static_range(0, HEADS, HEAD_BLOCK):
         head = start + tl.arange(0, HEAD_BLOCK)[:, None]  # [HEAD_BLOCK, 1]
         mask = head < HEADS
         if LONG_INDEXING:
             head = head.to(tl.int64)
-        in_head = in_pointer + head * in_head_stride
         out_head = out_pointer + head * HEAD_DIM
-        x1, x2 = load_pairs(in_head, mask, in_dim_stride, ROTATED, ROTATED, PAIR_BLOCK, NEIGHBOURS, LONG_INDEXING)
+        if start > 0:
+            x1, x2 = load_heads(
+                in_pointer, start, HEADS, HEAD_BLOCK, in_head_stride, in_dim_stride,
+                ROTATED, ROTATED, PAIR_BLOCK, NEIGHBOURS, LONG_INDEXING,
+            )  # fmt: skip
         y1 = x1 * cos - x2 * sin
         y2 = x2 * cos + x1 * sin
         store_pairs(out_head, mask, y1, y2, ROTATED, ROTATED, PAIR_BLOCK, NEIGHBOURS, LONG_INDEXING)
@@ -116,7 +138,7 @@ def _rotate_heads(
             if LONG_INDEXING:
                 rest = rest.to(tl.int64)
             rest_mask = mask & (rest < HEAD_DIM)
-            passed = tl.load(in_head + rest * in_dim_stride, mask=rest_mask)
+            passed = tl.load(in_pointer + head * in_head_stride + rest * in_dim_stride, mask=rest_mask)
             tl.store(out_head + rest, passed, mask=rest_mask)
 
 
@@ -128,14 +150,26 @@ def _rope_kernel(
     cos_batch_stride, cos_token_stride, sin_batch_stride, sin_token_stride,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, Q_HEAD_BLOCK: tl.constexpr, K_HEAD_BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, PAIR_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
-    NEIGHBOURS: tl.constexpr, TABLE_STEP: tl.constexpr, BACKWARD: tl.constexpr, LONG_INDEXING: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, TABLE_STEP: tl.constexpr, BATCHED: tl.constexpr, BACKWARD: tl.constexpr,
+    LONG_INDEXING: tl.constexpr,
 ):  # fmt: skip
     # one program a token; token_count is T, of one row of the batch
     program = tl.program_id(0)
     if LONG_INDEXING:
         program = program.to(tl.int64)
-    batch = program // token_count
-    token = program % token_count
+    batch = program // token_count if BATCHED else 0  # a division is 20 instructions before the first load
+    token = program - batch * token_count
+    q_token = q_pointer + batch * q_batch_stride + token * q_token_stride
+    k_token = k_pointer + batch * k_batch_stride + token * k_token_stride
+    q1, q2 = load_heads(
+        q_token, 0, Q_HEADS, Q_HEAD_BLOCK, q_head_stride, q_dim_stride,
+        ROTATED, ROTATED, PAIR_BLOCK, NEIGHBOURS, LONG_INDEXING,
+    )  # fmt: skip
+    k1, k2 = load_heads(
+        k_token, 0, K_HEADS, K_HEAD_BLOCK, k_head_stride, k_dim_stride,
+        ROTATED, ROTATED, PAIR_BLOCK, NEIGHBOURS, LONG_INDEXING,
+    )  # fmt: skip
+    tl.debug_barrier()  # keeps ptxas from moving the loads above down to where the first use of each is
     pair = tl.arange(0, PAIR_BLOCK)
     pair_mask = pair < ROTATED // 2
     cos_token = cos_pointer + batch * cos_batch_stride + token * cos_token_stride
@@ -145,13 +179,11 @@ def _rope_kernel(
     if BACKWARD:
         sin = -sin
     _rotate_heads(
-        q_pointer + batch * q_batch_stride + token * q_token_stride,
-        q_out_pointer + program * (Q_HEADS * HEAD_DIM), cos, sin, q_head_stride, q_dim_stride,
+        q_token, q_out_pointer + program * (Q_HEADS * HEAD_DIM), q1, q2, cos, sin, q_head_stride, q_dim_stride,
         Q_HEADS, Q_HEAD_BLOCK, HEAD_DIM, ROTATED, PAIR_BLOCK, REST_BLOCK, NEIGHBOURS, LONG_INDEXING,
     )  # fmt: skip
     _rotate_heads(
-        k_pointer + batch * k_batch_stride + token * k_token_stride,
-        k_out_pointer + program * (K_HEADS * HEAD_DIM), cos, sin, k_head_stride, k_dim_stride,
+        k_token, k_out_pointer + program * (K_HEADS * HEAD_DIM), k1, k2, cos, sin, k_head_stride, k_dim_stride,
         K_HEADS, K_HEAD_BLOCK, HEAD_DIM, ROTATED, PAIR_BLOCK, REST_BLOCK, NEIGHBOURS, LONG_INDEXING,
     )  # fmt: skip
 
@@ -188,7 +220,7 @@ def rope_fwd(
             K_HEAD_BLOCK=min(next_power_of_2(k_heads), head_limit),
             HEAD_DIM=head_dim, ROTATED=rotated, PAIR_BLOCK=pair_block,
             REST_BLOCK=next_power_of_2(max(head_dim - rotated, 1)),
-            NEIGHBOURS=facts.neighbours, TABLE_STEP=facts.table_step, BACKWARD=backward,
+            NEIGHBOURS=facts.neighbours, TABLE_STEP=facts.table_step, BATCHED=batch_size > 1, BACKWARD=backward,
             LONG_INDEXING=long_indexing(q, k, cos, sin, q_out, k_out), num_warps=WARPS,
         )  # fmt: skip
     return q_out, k_out

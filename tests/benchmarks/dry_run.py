@@ -7,6 +7,7 @@ import benchmarks.kernels as kernels
 from benchmarks.kernels import (
     ModelShapes,
     add_rms_norm,
+    attention,
     glu,
     layer_norm,
     linear_cross_entropy,
@@ -38,6 +39,7 @@ def main() -> None:
             *nf4.run(((64, 64),)),
             *lora.run(LLAMA, 2),
             *linear_cross_entropy.run(8, 16, 70),
+            *attention.run(),
         ]
     )
 

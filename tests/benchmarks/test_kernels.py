@@ -49,7 +49,8 @@ def test_every_operation_is_there_forward_and_backward(dry_run):
         "rms_norm fwd", "rms_norm bwd", "rms_norm bwd dw",
         "add_rms_norm fwd", "layer_norm bwd", "head norm fwd", "head norm bwd", "head norm bwd dw",
         "norm_rope fwd", "norm_rope together fwd", "norm_rope together bwd dw",
-        "rope fwd", "rope bwd", "glu packed fwd", "glu packed bwd", "glu fwd", "glu bwd", "glu bwd rebuild",
+        "rope fwd", "rope bwd", "rope in place fwd", "rope in place bwd", "attention sdpa", "attention eager",
+        "glu packed fwd", "glu packed bwd", "glu fwd", "glu bwd", "glu bwd rebuild",
         "nf4 dequantize", "lora qkv fwd", "lora qkv fwd+bwd", "lora mlp fwd", "lora mlp fwd+bwd",
         "linear_cross_entropy",
     }  # fmt: skip
@@ -73,7 +74,7 @@ def test_counted_bytes(dry_run):
 
 def test_forced_long_indexing_is_measured_beside_every_kernel(dry_run):
     for row in dry_run[1]["results"]:
-        if not row["operation"].startswith("lora") and row["tokens"] in (0, 2):
+        if not row["operation"].startswith(("lora", "attention")) and row["tokens"] in (0, 2):
             assert row["int64_ms"] > 0, row
 
 

@@ -307,6 +307,8 @@ def test_choice_with_packages(packages: set[str]) -> None:
     assert choice(long_samples=True) == choice((10, 0), long_samples=True, window=4096) == "flash4"
     assert choice() == choice((8, 0), long_samples=True) == choice((12, 0), long_samples=True) == "varlen"
     assert choice(long_samples=True, softcap=30.0) == "triton"
+    assert choice((9, 0), head_dim=192, long_samples=True) == "flash4"
+    assert choice((10, 0), head_dim=192, long_samples=True) == "varlen"
     for name in packages:
         assert choice(backend=name) == name
     packages.remove("triton")  # on Windows
@@ -331,6 +333,7 @@ def test_choice_with_packages(packages: set[str]) -> None:
         ("varlen", dict(head_dim=512), "multiple of 8 and at most 256, not 512"),
         ("triton", dict(head_dim=257), "at most 256, not 257"),
         ("flash4", dict(capability=(8, 0)), "needs compute capability 9 or 10, this GPU has 8.0"),
+        ("flash4", dict(capability=(10, 0), head_dim=192), "no head size between 128 and 256 on .* 10.0, such as 192"),
         ("flash3", dict(capability=(10, 0)), "needs compute capability 9, this GPU has 10.0"),
         ("flash4", {}, r"is not installed \(pip install flash-attn-4\)"),
         ("xformers", {}, r"is not installed \(pip install xformers\)"),
@@ -348,7 +351,8 @@ def test_a_package_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
     function.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))  # flash-attn-4 alone makes this
     monkeypatch.setitem(sys.modules, "xformers.ops", None)
-    assert function("flash2") is None and function("xformers") is None
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    assert function("flash2") is None and function("xformers") is None and function("flash4") is None
     function.cache_clear()
 
 
@@ -535,31 +539,66 @@ def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def gpu_backends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """All that serve bf16 heads of 128 here, with the packages that are really installed."""
+def gpu_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One that serves bf16 heads of 128 here, if its package is really installed."""
     monkeypatch.setattr(module, "package_function", attention_backends.package_function)
     gpu = torch.cuda.get_device_capability()
-    return [name for name in BACKENDS if backend_refusal(name, "cuda", gpu, torch.bfloat16, 128) is None]
+    reason = backend_refusal(request.param, "cuda", gpu, torch.bfloat16, 128)
+    if reason is not None:
+        pytest.skip(f"{request.param} {reason}")
+    return request.param
+
+
+each_backend = pytest.mark.parametrize("gpu_backend", BACKENDS, indirect=True)
 
 
 @pytest.mark.gpu
+@each_backend
 @pytest.mark.parametrize("window", [None, 50, 64])  # 64: what blocks are multiples of
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("key_heads", [2, 8])
-def test_gpu_three_way(head_dim: int, key_heads: int, window: int | None, gpu_backends: list[str]) -> None:
-    for backend in gpu_backends:
-        inputs = leaves(GPU_LENGTHS, 8, key_heads, head_dim, torch.bfloat16, "cuda")
-        three_way(inputs, GPU_LENGTHS, backend, window=window)
-    inputs = leaves(GPU_LENGTHS, 8, key_heads, head_dim, torch.float16, "cuda")
-    three_way(inputs, GPU_LENGTHS, None, window=window, scale=0.11)
-    three_way(inputs, GPU_LENGTHS, "efficient", window=window, scale=0.11)  # as on Turing
+def test_gpu_three_way(head_dim: int, key_heads: int, window: int | None, gpu_backend: str) -> None:
+    inputs = leaves(GPU_LENGTHS, 8, key_heads, head_dim, torch.bfloat16, "cuda")
+    three_way(inputs, GPU_LENGTHS, gpu_backend, window=window)
+    if gpu_backend == "efficient":  # as on Turing
+        inputs = leaves(GPU_LENGTHS, 8, key_heads, head_dim, torch.float16, "cuda")
+        three_way(inputs, GPU_LENGTHS, gpu_backend, window=window, scale=0.11)
 
 
 @pytest.mark.gpu
-def test_gpu_a_window_lost(gpu_backends: list[str]) -> None:
-    for backend in gpu_backends:
-        assert_window(backend, head_dim=64, dtype=torch.bfloat16, device="cuda")
-    assert_window("efficient", head_dim=64, device="cuda")
+@each_backend
+def test_gpu_fp16(gpu_backend: str) -> None:
+    three_way(leaves(GPU_LENGTHS, 8, 2, 128, torch.float16, "cuda"), GPU_LENGTHS, gpu_backend, scale=0.11)
+
+
+@pytest.mark.gpu
+@each_backend
+def test_gpu_a_window_lost(gpu_backend: str) -> None:
+    assert_window(gpu_backend, head_dim=64, dtype=torch.bfloat16, device="cuda")
+    if gpu_backend == "efficient":
+        assert_window("efficient", head_dim=64, device="cuda")
+
+
+@pytest.mark.gpu
+@each_backend
+@pytest.mark.parametrize("window", [None, 1000])
+def test_gpu_long_samples_and_unused_boundaries(window: int | None, gpu_backend: str) -> None:
+    lengths = (2100, 1, 300)
+    inputs = leaves(lengths, 4, 1, 128, torch.bfloat16, "cuda")
+    three_way(inputs, lengths, gpu_backend, window=window)
+    padded, plain = (
+        attention(*inputs, boundaries(some, "cuda"), 2100, window=window, backend=gpu_backend)
+        for some in ((*lengths, 0, 0), lengths)
+    )
+    assert torch.equal(padded, plain)
+
+
+@pytest.mark.gpu
+@each_backend
+def test_gpu_more_than_256_samples(gpu_backend: str) -> None:
+    """flash4 then searches for a program's sample in another way."""
+    lengths = (3, 1, 40) * 90 + (0,) * 30
+    three_way(leaves(lengths, 4, 1, 128, torch.bfloat16, "cuda"), lengths, gpu_backend)
 
 
 @pytest.mark.gpu
@@ -600,29 +639,31 @@ def test_gpu_many_one_token_samples() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("_deterministic")
+@each_backend
 @pytest.mark.parametrize("window", [None, 50])
-def test_gpu_no_leak_and_the_same_bits_twice(window: int | None, gpu_backends: list[str]) -> None:
-    for backend in set(gpu_backends) - {"xformers"}:  # which is not deterministic
-        inputs = leaves(GPU_LENGTHS, 8, 2, 128, torch.bfloat16, "cuda")
-        cu, others = boundaries(GPU_LENGTHS, "cuda"), torch.ones(sum(GPU_LENGTHS), dtype=torch.bool)
-        others[131:388] = False
-        above = torch.randn(inputs[0].shape, device="cuda") * others[:, None, None].cuda()
-        output = attention(*inputs, cu, 257, window=window, backend=backend)
-        base = with_gradients(output, inputs, above)
-        again = attention(*inputs, cu, 257, window=window, backend=backend)
-        assert all(torch.equal(a, b) for a, b in zip(with_gradients(again, inputs, above), base, strict=True))
-        changed = [x.detach().clone() for x in inputs]
-        for x in changed:
-            x[131:388] = torch.randn_like(x[131:388])
-            x.requires_grad_()
-        output = attention(*changed, cu, 257, window=window, backend=backend)
-        for a, b in zip(with_gradients(output, changed, above), base, strict=True):
-            assert torch.equal(a[others], b[others])
+def test_gpu_no_leak_and_the_same_bits_twice(window: int | None, gpu_backend: str) -> None:
+    if gpu_backend == "xformers":
+        pytest.skip("xformers is not deterministic")
+    inputs = leaves(GPU_LENGTHS, 8, 2, 128, torch.bfloat16, "cuda")
+    cu, others = boundaries(GPU_LENGTHS, "cuda"), torch.ones(sum(GPU_LENGTHS), dtype=torch.bool)
+    others[131:388] = False
+    above = torch.randn(inputs[0].shape, device="cuda") * others[:, None, None].cuda()
+    output = attention(*inputs, cu, 257, window=window, backend=gpu_backend)
+    base = with_gradients(output, inputs, above)
+    again = attention(*inputs, cu, 257, window=window, backend=gpu_backend)
+    assert all(torch.equal(a, b) for a, b in zip(with_gradients(again, inputs, above), base, strict=True))
+    changed = [x.detach().clone() for x in inputs]
+    for x in changed:
+        x[131:388] = torch.randn_like(x[131:388])
+        x.requires_grad_()
+    output = attention(*changed, cu, 257, window=window, backend=gpu_backend)
+    for a, b in zip(with_gradients(output, changed, above), base, strict=True):
+        assert torch.equal(a[others], b[others])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, dict(backend="triton"), dict(backend="efficient")], ids=str)
-def test_gpu_views_and_no_sync(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("gpu_backend", ["flash4", "varlen", "triton", "efficient"], indirect=True)
+def test_gpu_views_and_no_sync(gpu_backend: str) -> None:
     tokens = sum(GPU_LENGTHS)
     packed = torch.randn(1, tokens, 12 * 128, device="cuda", dtype=torch.bfloat16).requires_grad_()
     cu = boundaries(GPU_LENGTHS, "cuda")
@@ -631,7 +672,7 @@ def test_gpu_views_and_no_sync(options: dict[str, Any]) -> None:
         heads = packed.view(1, tokens, 12, 128).transpose(1, 2)[0]  # [12, T, D]
         views = [x.transpose(0, 1) for x in (heads[:8], heads[8:10], heads[10:])]
         views = [x.contiguous() for x in views] if copy else views
-        output = attention(*views, cu, 257, **options)
+        output = attention(*views, cu, 257, backend=gpu_backend)
         return with_gradients(output, [packed], torch.ones(tokens, 8, 128, device="cuda"))
 
     expected = run(True)

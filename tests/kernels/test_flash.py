@@ -22,8 +22,6 @@ from .interpreter import (
 )
 from .test_attention import boundaries, dense
 
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
-
 # The backward passes form p = 2^(logit - lse) again, where torch keeps p: rounding a logit and an lse of 4 to
 # 8 costs 1.4 ulps of p each. In half dtypes both round p itself; half an ulp more for the few sums of sinks.
 # attention() refuses fp32 on a GPU, where exp2 is approximate; in the interpreter fp32 shows the algorithm best
@@ -40,7 +38,10 @@ FEATURES = [
 ]
 
 # the interpreter's numpy, about unused rows, overflow of hidden keys and the NaN of other samples
-pytestmark = pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_empty"),
+    pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning"),
+]
 
 
 def test_interpreted() -> None:

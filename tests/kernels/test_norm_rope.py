@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastlm.kernels.norm_rope import norm_rope, norm_rope_fwd_bwd, norm_rope_reference
+from fastlm.kernels.norm_rope import _Launch, norm_rope, norm_rope_fwd_bwd, norm_rope_reference
 from fastlm.kernels.rms_norm import RMSNormOptions
 from fastlm.kernels.rope import rope_reference
 
@@ -223,6 +224,27 @@ def test_frozen_weights_get_no_gradient() -> None:
     outputs = norm_rope(q, k, q_weight.detach(), k_weight, *tables)
     (dk_weight,) = torch.autograd.grad(list(outputs), [k_weight], incoming)
     assert torch.equal(dk_weight, trained[5])
+
+
+@kernel_test
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("way", ["forward", "backward", "weight gradients"])
+def test_every_launch_gives_the_same(way: str, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of one turn, and loops with one, two and three tokens in flight; heads in one block and in several."""
+    inputs = [tensor.detach() for tensor in random_inputs((2, 5, 4, 2, 64, 64), together=together)]
+    incoming = None if way == "forward" else [torch.randn_like(tensor) for tensor in inputs[:2]]
+    blocks = [(4, 2)] if together else [(4, 2), (2, 2), (1, 1)]
+    results = []
+    for (q_block, k_block), (programs, stages) in product(blocks, [(10, 0), (10, 1), (4, 1), (3, 2), (1, 3)]):
+        launch = _Launch(q_block, k_block, 4, programs, stages)
+        monkeypatch.setattr(_Launch, "of", lambda *_, launch=launch: launch)
+        results.append(
+            norm_rope_fwd_bwd(inputs, incoming, RMSNormOptions(1e-6, 0.0, False), "half", way == "weight gradients")
+        )
+    for result in results:
+        assert len(result) == (4 if way == "weight gradients" else 2)
+        for ours, expected in zip(result, results[0], strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-6, atol=2e-6)  # sums and products fuse as they like
 
 
 @kernel_test
