@@ -31,13 +31,15 @@ from .rope import LAYOUTS, check_rope, load_heads, load_pairs, rope_reference, r
 __all__ = ["NormRopeFunction", "norm_rope", "norm_rope_fwd_bwd", "norm_rope_reference"]
 
 PAIRS_PER_BLOCK = 2048  # as in rope: all heads of most models at once
-FORWARD_PAIRS_PER_BLOCK = 1024  # 0.0927 ms, not 0.0940, for 16,384 tokens of Qwen3-8B (H200)
+# without a sum to carry a token a program, with fewer registers each: 0.0879 ms where looping took 0.0944, for 16,384
+# tokens of Qwen3-8B, and 0.1232 where blocks of 2,048 took 0.1374 backward (H200)
+ONE_TURN_PAIRS = 1024
+WIDE_PAIRS = 3072  # of q and k: with 32 heads each, one norm over all, 0.1484 ms with 8 warps and 0.1717 with 4
 TOGETHER_PAIRS = 4096  # at most, where all heads share one norm and so one block: 8,192 elements
 WARPS = 4
-# Forward and weight gradients: programs that loop over tokens, with the next ones on their way. Forward reaches 87% of
-# a copy's bandwidth so, 77% with a program a token whose loads of k waited for its stores of q (H200). 8 warps hold the
-# sums of weight gradients in 128 registers a thread (sm_90), where 4 take 168.
-WEIGHT_GRADIENT_WARPS = 8
+# All heads together, and weight gradients: programs that loop over tokens, with the next ones on their way. 8 warps hold
+# the sums of weight gradients in 128 registers a thread (sm_90), where 4 take 168.
+LOOP_WARPS = 8
 BYTES_IN_FLIGHT = 80 * 1024  # at most, of shared memory: an sm_86 has 99 KiB
 
 
@@ -59,17 +61,17 @@ class _Launch:
         """For q and k [B, T, heads, D], of so many tokens in all."""
         q_block, k_block = (next_power_of_2(x.shape[2]) for x in (q, k))
         if not together:
-            pairs = PAIRS_PER_BLOCK if incoming else FORWARD_PAIRS_PER_BLOCK
+            pairs = PAIRS_PER_BLOCK if weight_gradient else ONE_TURN_PAIRS
             q_block, k_block = (min(block, max(1, pairs // pair_block)) for block in (q_block, k_block))
-        large = q_block * pair_block > PAIRS_PER_BLOCK
-        if incoming and not weight_gradient and not together:
-            return cls(q_block, k_block, WARPS << large, tokens)
-        warps = (WEIGHT_GRADIENT_WARPS if incoming else WARPS) << large
+            if not weight_gradient:
+                return cls(q_block, k_block, WARPS, tokens)
+        wide = (q_block + k_block) * pair_block > WIDE_PAIRS
+        warps = LOOP_WARPS << (q_block * pair_block > PAIRS_PER_BLOCK) if incoming else LOOP_WARPS if wide else WARPS
         programs = looping_programs(tokens, warps, q.device) if incoming else resident_programs(warps, q.device)
         programs = triton.cdiv(tokens, triton.cdiv(tokens, programs))  # no last turn for a few: 3% of 32 turns
         heads = sum(triton.cdiv(x.shape[2], block) * block for x, block in ((q, q_block), (k, k_block)))
         token_bytes = heads * 2 * pair_block * (q.element_size() + (incoming[0].element_size() if incoming else 0))
-        stages = 1 + min(2 if incoming else 1, BYTES_IN_FLIGHT // token_bytes) if programs < tokens else 0
+        stages = 1 + min(2 if incoming or wide else 1, BYTES_IN_FLIGHT // token_bytes) if programs < tokens else 0
         return cls(q_block, k_block, warps, programs, stages)
 
 
