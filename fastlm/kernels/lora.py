@@ -9,9 +9,10 @@ all their A, the low-rank term is added inside the product that has to run anywa
 place. `lora_mlp` does the whole gated MLP and keeps gate and up only: the product of the two is rebuilt in backward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,32 +20,24 @@ from torch.autograd.function import once_differentiable
 
 from .glu import ACTIVATIONS, glu_bwd, glu_fwd, glu_reference
 from .launch import use_triton
+from .low_rank import (
+    Dequantizable,
+    Projection,
+    a_gradients,
+    b_gradients,
+    dense,
+    in_dtype,
+    input_gradient,
+    low_gradient,
+    split_low,
+    stack,
+    summed,
+)
 from .rope import rope_fwd, rope_reference
 
-__all__ = ["Projection", "Rotation", "lora_linear", "lora_linear_reference", "lora_mlp", "lora_mlp_reference"]
+__all__ = ["TILE", "Projection", "Rotation", "lora_linear", "lora_linear_reference", "lora_mlp", "lora_mlp_reference"]
 
-
-class Dequantizable(Protocol):
-    """A frozen weight that is stored in fewer bits and made dense when it is needed."""
-
-    def dense(self, dtype: torch.dtype) -> Tensor: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Projection:
-    """One frozen projection and its adapter.
-
-    weight: [out, in], or an object whose ``dense(dtype)`` gives it; requires no gradient.
-    bias: [out] or None; requires no gradient.
-    a, b: [r, in] and [out, r], trained; both None for a projection without an adapter.
-    scale: s, the factor of the low-rank term.
-    """
-
-    weight: Tensor | Dequantizable
-    bias: Tensor | None = None
-    a: Tensor | None = None
-    b: Tensor | None = None
-    scale: float = 1.0
+TILE = 16_384  # tokens of an MLP at once: gate and up of Llama-3-8B take 0.9 GiB, and products run at full speed
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,73 +66,23 @@ class _Frozen:
     head_dim: int = 0
 
 
-def _dense(weight: Tensor | Dequantizable, dtype: torch.dtype) -> Tensor:
-    return weight.to(dtype) if isinstance(weight, Tensor) else weight.dense(dtype)
-
-
 def _compute_dtype(x: Tensor, weight: Tensor | Dequantizable) -> torch.dtype:
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
     return weight.dtype if isinstance(weight, Tensor) else x.dtype
 
 
-def _stack(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor | None:
-    """The A of every projection that has one, [sum of r, in], in the compute dtype."""
-    present = [tensor for tensor in tensors if tensor is not None]
-    if not present:
-        return None
-    return (present[0] if len(present) == 1 else torch.cat(present)).to(dtype)
-
-
-def _project(x: Tensor, low: Tensor | None, weight: Tensor, bias: Tensor | None, b: Tensor | None, s: float) -> Tensor:
-    """x [T, in], low [T, r] -> [T, out]."""
-    if b is None or low is None:
-        return x @ weight.t() if bias is None else torch.addmm(bias.to(x.dtype), x, weight.t())
-    out = torch.mm(low, b.t()) if bias is None else torch.addmm(bias.to(x.dtype), low, b.t(), alpha=s)
-    return torch.addmm(out, x, weight.t(), beta=s if bias is None else 1.0, out=out)
-
-
-def _split_low(low: Tensor | None, b: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """[T, sum of r] -> one [T, r] per projection with an adapter (views), None for the others."""
-    if low is None:
-        return [None] * len(b)
-    pieces = iter(low.split([up.shape[1] for up in b if up is not None], dim=1))
-    return [None if up is None else next(pieces) for up in b]
-
-
-def _input_gradient(
-    dys: Sequence[Tensor], weights: Sequence[Tensor | Dequantizable], dtype: torch.dtype, dlow: Tensor | None,
-    stacked: Tensor | None, out: Tensor | None = None,
+def _project(
+    x: Tensor, low: Tensor | None, weight: Tensor, bias: Tensor | None, b: Tensor | None, s: float,
+    out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """sum_i dy_i W_i + dlow A, accumulated in one buffer."""
-    for dy, weight in zip(dys, weights, strict=True):
-        dense = _dense(weight, dtype)
-        out = dy @ dense if out is None else torch.addmm(out, dy, dense, out=out)
-    assert out is not None
-    return out if dlow is None or stacked is None else torch.addmm(out, dlow, stacked, out=out)
-
-
-def _adapter_gradients(
-    dys: Sequence[Tensor], lows: Sequence[Tensor | None], b: Sequence[Tensor | None], scales: Sequence[float],
-    dtypes: Sequence[torch.dtype | None],
-) -> tuple[Tensor | None, list[Tensor | None]]:  # fmt: skip
-    """(s dy B of every adapter side by side [T, sum of r], dB of every projection in its parameter's dtype)."""
-    width = sum(up.shape[1] for up in b if up is not None)
-    if width == 0:
-        return None, [None] * len(b)
-    dlow = dys[0].new_empty(dys[0].shape[0], width)
-    start = 0
-    db: list[Tensor | None] = []
-    for dy, low, up, scale, dtype in zip(dys, lows, b, scales, dtypes, strict=True):
-        if up is None or low is None:
-            db.append(None)
-            continue
-        part = dlow[:, start : start + up.shape[1]]
-        torch.addmm(part, dy, up, beta=0, alpha=scale, out=part)
-        start += up.shape[1]
-        gradient = torch.empty_like(up)
-        db.append(torch.addmm(gradient, dy.t(), low, beta=0, alpha=scale, out=gradient).to(dtype))
-    return dlow, db
+    """x [T, in], low [T, r] -> [T, out], written into out if that is given."""
+    if b is None or low is None:
+        if bias is None:
+            return torch.mm(x, weight.t(), out=out)
+        return torch.addmm(bias.to(x.dtype), x, weight.t(), out=out)
+    out = torch.mm(low, b.t(), out=out) if bias is None else torch.addmm(bias.to(x.dtype), low, b.t(), alpha=s, out=out)
+    return torch.addmm(out, x, weight.t(), beta=s if bias is None else 1.0, out=out)
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -172,12 +115,12 @@ class LoraLinearFunction(torch.autograd.Function):
         a, b = adapters[:count], adapters[count:]
         with torch.autocast(x.device.type, enabled=False):
             rows = _rows(x, frozen.dtype)
-            stacked = _stack(a, frozen.dtype)
+            stacked = stack(a, frozen.dtype)
             low = None if stacked is None else rows @ stacked.t()  # [T, sum of r]
-            cast = [_cast(tensor, frozen.dtype) for tensor in b]
+            cast = [in_dtype(tensor, frozen.dtype) for tensor in b]
             outputs = []
-            for i, part in enumerate(_split_low(low, cast)):
-                weight = _dense(frozen.weights[i], frozen.dtype)
+            for i, part in enumerate(split_low(low, cast)):
+                weight = dense(frozen.weights[i], frozen.dtype)
                 y = _project(rows, part, weight, frozen.biases[i], cast[i], frozen.scales[i])
                 outputs.append(_shaped(y, x))
             if cos is not None and sin is not None:
@@ -196,34 +139,17 @@ class LoraLinearFunction(torch.autograd.Function):
         if cos is not None:
             douts = (*_turned(douts[:2], cos, sin, frozen.head_dim, backward=True), *douts[2:])
         dys = [_rows(dout, frozen.dtype) for dout in douts]
-        dlow, db = _adapter_gradients(dys, _split_low(low, b), b, frozen.scales, ctx.dtypes[count:])
-        da = _a_gradients(dlow, rows, b, ctx.dtypes[:count])
+        dlow = low_gradient(dys, b, frozen.scales)
+        db = b_gradients([None] * count, dys, split_low(low, b), frozen.scales)
+        da = a_gradients(None if dlow is None else summed(None, dlow.t(), rows), b, ctx.dtypes[:count])
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = _input_gradient(dys, frozen.weights, frozen.dtype, dlow, stacked).view(ctx.shape).to(ctx.dtype)
-        return dx, None, None, None, *da, *db
-
-
-def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
+            dx = input_gradient(dys, frozen.weights, frozen.dtype, dlow, stacked).view(ctx.shape).to(ctx.dtype)
+        return dx, None, None, None, *da, *map(in_dtype, db, ctx.dtypes[count:])
 
 
 def _dtypes(tensors: Sequence[Tensor | None]) -> list[torch.dtype | None]:
     return [None if tensor is None else tensor.dtype for tensor in tensors]
-
-
-def _a_gradients(
-    dlow: Tensor | None, rows: Tensor | None, b: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]
-) -> list[Tensor | None]:
-    """dA of every projection, in its parameter's dtype: dlow^T x, one skinny product for all."""
-    if dlow is None or rows is None:
-        return [None] * len(b)
-    stacked = dlow.t() @ rows
-    present = {dtype for dtype in dtypes if dtype is not None}
-    if len(present) == 1:  # one cast for all
-        stacked = stacked.to(present.pop())
-    pieces = iter(stacked.split([up.shape[1] for up in b if up is not None]))
-    return [None if up is None else next(pieces).to(dtype) for up, dtype in zip(b, dtypes, strict=True)]
 
 
 def _gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -250,17 +176,44 @@ def _gated_backward(
 
 
 def _gate_and_up(
-    rows: Tensor, low: Tensor | None, b: Sequence[Tensor | None], frozen: _Frozen
+    frozen: _Frozen, weights: Sequence[Tensor | Dequantizable], b: Sequence[Tensor | None], rows: Tensor,
+    low: Tensor | None, *outs: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     gate, up = (
-        _project(rows, part, _dense(frozen.weights[i], frozen.dtype), frozen.biases[i], b[i], frozen.scales[i])
-        for i, part in enumerate(_split_low(low, b[:2]))
+        _project(rows, part, dense(weights[i], frozen.dtype), frozen.biases[i], b[i], frozen.scales[i], out)
+        for i, (part, out) in enumerate(zip(split_low(low, b[:2]), outs or (None, None), strict=True))
     )
     return gate, up
 
 
+def _mlp_tile(
+    frozen: _Frozen, weights: Sequence[Tensor | Dequantizable], b: Sequence[Tensor | None], rows: Tensor,
+    low: Tensor | None, low_down: Tensor | None = None, gate: Tensor | None = None, up: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """(low_down, gate, up, out) of these rows, written where room is given; b: of gate, up and down, and down's A."""
+    gate, up = _gate_and_up(frozen, weights, b, rows, low, gate, up)
+    if frozen.output_needed or b[3] is not None:
+        hidden = _gated(gate, up, frozen.activation)
+        if b[3] is not None:
+            low_down = torch.mm(hidden, b[3].t(), out=low_down)
+        if frozen.output_needed:
+            weight = dense(weights[2], frozen.dtype)
+            out = _project(hidden, low_down, weight, frozen.biases[2], b[2], frozen.scales[2], out)
+    return low_down, gate, up, out
+
+
+def _tiles(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
+    """Those that there are [T, ...], TILE tokens of each at a time: views."""
+    return zip(*(repeat(None) if tensor is None else tensor.split(TILE) for tensor in tensors), strict=False)
+
+
 class LoraMLPFunction(torch.autograd.Function):
-    """A gated MLP; see `lora_mlp`. Tensor inputs after ``frozen``: a and b of gate, up, down."""
+    """A gated MLP; see `lora_mlp`. Tensor inputs after ``frozen``: a and b of gate, up, down.
+
+    More than TILE tokens go through in tiles, however much is kept: one tile's gate, up and product of the two, and
+    their gradients, are all there is besides what is kept. So every way of keeping gives the same bits.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, frozen: _Frozen, *adapters: Tensor | None) -> Tensor:
@@ -268,21 +221,26 @@ class LoraMLPFunction(torch.autograd.Function):
         dtype = frozen.dtype
         with torch.autocast(x.device.type, enabled=False):
             rows = _rows(x, dtype)
-            stacked = _stack(a[:2], dtype)
+            stacked = stack(a[:2], dtype)
             low = None if stacked is None else rows @ stacked.t()
-            cast = [_cast(tensor, dtype) for tensor in (*b, a[2])]
-            gate, up = _gate_and_up(rows, low, cast, frozen)
-            rebuilt = a[2] is not None or frozen.output_needed
-            hidden = _gated(gate, up, frozen.activation) if rebuilt else None
-            low_down = None if cast[3] is None or hidden is None else hidden @ cast[3].t()
-            if frozen.output_needed and hidden is not None:
-                out = _project(hidden, low_down, _dense(frozen.weights[2], dtype), frozen.biases[2], cast[2],
-                               frozen.scales[2])  # fmt: skip
-                out = _shaped(out, x)
-            else:
-                out = rows.new_zeros(()).expand(x.shape)
-        products = (gate, up) if frozen.products_kept else (None, None)
-        needed = None if stacked is None and frozen.products_kept else rows
+            cast = [in_dtype(tensor, dtype) for tensor in (*b, a[2])]
+            several = len(rows) > TILE
+            kept = frozen.products_kept and (frozen.output_needed or not several)
+            low_down, gate, up, out = None, None, None, None
+            if not several:
+                low_down, gate, up, out = _mlp_tile(frozen, frozen.weights, cast, rows, low)
+            elif frozen.output_needed:  # else backward makes all that it needs
+                weights = [dense(weight, dtype) for weight in frozen.weights]
+                if cast[3] is not None:
+                    low_down = rows.new_empty(len(rows), len(cast[3]))
+                if kept:
+                    gate, up = (rows.new_empty(len(rows), len(weight)) for weight in weights[:2])
+                out = rows.new_empty(len(rows), len(weights[2]))
+                for tile in _tiles(rows, low, low_down, gate, up, out):
+                    _mlp_tile(frozen, weights, cast, *tile)
+            out = rows.new_zeros(()).expand(x.shape) if out is None else _shaped(out, x)
+        products = (gate, up) if kept else (None, None)
+        needed = None if stacked is None and kept else rows
         ctx.save_for_backward(needed, low, low_down, *products, stacked, *cast)
         ctx.frozen, ctx.shape, ctx.dtype, ctx.dtypes = frozen, x.shape, x.dtype, _dtypes(adapters)
         return out
@@ -294,20 +252,47 @@ class LoraMLPFunction(torch.autograd.Function):
         frozen: _Frozen = ctx.frozen
         dtype, a_dtypes, b_dtypes = frozen.dtype, ctx.dtypes[:3], ctx.dtypes[3:]
         dy = _rows(dout, dtype)
-        dlow_down, db_down = _adapter_gradients([dy], [low_down], b[2:], frozen.scales[2:], b_dtypes[2:])
-        dhidden = _input_gradient([dy], frozen.weights[2:], dtype, dlow_down, a_down)
+        several, dx_wanted = len(dy) > TILE, ctx.needs_input_grad[0]
+        # dense once for all tiles
+        weights = [dense(weight, dtype) for weight in frozen.weights] if several else frozen.weights
+        dlow_down = low_gradient([dy], b[2:], frozen.scales[2:])
+        db_down = b_gradients([None], [dy], [low_down], frozen.scales[2:])
         owned = not (frozen.output_needed and frozen.products_kept)  # nobody else's, or of a graph of one backward
-        if not frozen.products_kept:
-            gate, up = _gate_and_up(rows, low, b, frozen)
-        dgate, dup, hidden = _gated_backward(dhidden, gate, up, frozen.activation, a_down is not None, owned)
-        da_down = _a_gradients(dlow_down, hidden, b[2:], a_dtypes[2:])
-        del hidden, dhidden
-        dlow, db = _adapter_gradients([dgate, dup], _split_low(low, b[:2]), b[:2], frozen.scales[:2], b_dtypes[:2])
-        da = _a_gradients(dlow, rows, b[:2], a_dtypes[:2])
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = _input_gradient([dgate, dup], frozen.weights[:2], dtype, dlow, stacked).view(ctx.shape).to(ctx.dtype)
-        return dx, None, *da, *da_down, *db, *db_down
+        sums: list[Tensor | None] = [None] * 3  # dB of gate and up, dA of down
+
+        def run(
+            dy: Tensor, dlow_down: Tensor | None, rows: Tensor, low: Tensor | None, gate: Tensor | None,
+            up: Tensor | None, low_down: Tensor | None = None, dlow: Tensor | None = None, dx: Tensor | None = None,
+        ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+            dhidden = input_gradient([dy], weights[2:], dtype, dlow_down, a_down)
+            if gate is None or up is None:
+                gate, up = _gate_and_up(frozen, weights, b, rows, low)
+            dgate, dup, hidden = _gated_backward(dhidden, gate, up, frozen.activation, a_down is not None, owned)
+            if dlow_down is not None and hidden is not None:
+                sums[2] = summed(sums[2], dlow_down.t(), hidden, several=several)
+                if low_down is not None:
+                    torch.mm(hidden, a_down.t(), out=low_down)
+            del hidden, dhidden
+            dlow = low_gradient([dgate, dup], b[:2], frozen.scales[:2], dlow)
+            lows = split_low(low, b[:2])
+            sums[:2] = b_gradients(sums[:2], [dgate, dup], lows, frozen.scales[:2], several=several)
+            dx = input_gradient([dgate, dup], weights[:2], dtype, dlow, stacked, dx) if dx_wanted else None
+            return dlow, dx
+
+        if not several:
+            dlow, dx = run(dy, dlow_down, rows, low, gate, up)
+        else:
+            late = None if a_down is None or low_down is not None else dy.new_empty(len(dy), len(a_down))
+            dlow = None if low is None else torch.empty_like(low)
+            dx = dy.new_empty(len(dy), ctx.shape[-1]) if dx_wanted else None
+            for tile in _tiles(dy, dlow_down, rows, low, gate, up, late, dlow, dx):
+                run(*tile)
+            if late is not None:
+                db_down = b_gradients([None], [dy], [late], frozen.scales[2:])
+        da = a_gradients(None if dlow is None else summed(None, dlow.t(), rows), b[:2], a_dtypes[:2])
+        da_down = a_gradients(sums[2], b[2:], a_dtypes[2:])
+        dx = None if dx is None else dx.view(ctx.shape).to(ctx.dtype)
+        return dx, None, *da, *da_down, *map(in_dtype, (*sums[:2], *db_down), b_dtypes)
 
 
 def _split(
@@ -364,7 +349,8 @@ def lora_mlp(
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
     frozen, adapters = _split(
-        (gate, up, down), x, activation, output_needed=output_needed, products_kept=products_kept
+        (gate, up, down), x, activation, output_needed=output_needed,
+        products_kept=products_kept and torch.is_grad_enabled(),
     )  # fmt: skip
     return LoraMLPFunction.apply(x, frozen, *adapters)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from fastlm.kernels import lora
 from fastlm.kernels.lora import Projection, Rotation, lora_linear, lora_linear_reference, lora_mlp, lora_mlp_reference
 from fastlm.kernels.rope import rope
 from tests.tiny import relative_error
@@ -136,19 +139,22 @@ def test_what_cannot_be_fused_is_refused():
         lora_mlp(torch.randn(3, 24), p, p, p, "relu")
 
 
-def bf16_mlp(ranks: tuple, inner: int) -> tuple[Tensor, list[Projection], list[Tensor], Tensor]:
-    """x [9, 24], gate, up and down of that inner size, all that takes a gradient, and one for the output."""
-    sizes = ((24, inner), (24, inner), (inner, 24))
-    projections = [projection(i, o, torch.bfloat16, rank=r) for r, (i, o) in zip(ranks, sizes, strict=True)]
-    x = torch.randn(9, 24, device=DEVICE).bfloat16().requires_grad_()
+def made_mlp(
+    ranks: tuple, inner: int, dtype: torch.dtype = torch.bfloat16, *, tokens: int = 9, width: int = 24,
+    bias: bool = False,
+) -> tuple[Tensor, list[Projection], list[Tensor], Tensor]:  # fmt: skip
+    """x [tokens, width], gate, up and down of that inner size, all that takes a gradient, and one for the output."""
+    sizes = ((width, inner), (width, inner), (inner, width))
+    projections = [projection(i, o, dtype, rank=r, bias=bias) for r, (i, o) in zip(ranks, sizes, strict=True)]
+    x = torch.randn(tokens, width, device=DEVICE).to(dtype).requires_grad_()
     leaves = [x, *(t for p in projections for t in (p.a, p.b) if t is not None)]
-    return x, projections, leaves, torch.randn(9, 24, device=DEVICE).bfloat16()
+    return x, projections, leaves, torch.randn(tokens, width, device=DEVICE).to(dtype)
 
 
 @pytest.mark.parametrize("ranks", [(4, 4, 4), (None, 4, None)], ids=str)
 def test_a_run_for_its_backward_alone(ranks):
     """Its gradients are the full call's bits; on a GPU it takes its products' memory, and says so to a second one."""
-    x, projections, leaves, dout = bf16_mlp(ranks, 40)
+    x, projections, leaves, dout = made_mlp(ranks, 40)
     expected = torch.autograd.grad(lora_mlp(x, *projections, "silu"), leaves, dout)
     out = lora_mlp(x, *projections, "silu", output_needed=False)
     assert not out.any()
@@ -162,7 +168,7 @@ def test_a_run_for_its_backward_alone(ranks):
 @pytest.mark.parametrize("ranks", [(4, 4, 4), (None, 4, None), (None, None, 3)], ids=str)
 def test_products_made_again_in_backward(ranks):
     """The same bits, from less than half of what is kept, and as often as the graph is there."""
-    x, projections, leaves, dout = bf16_mlp(ranks, 200)
+    x, projections, leaves, dout = made_mlp(ranks, 200)
     kept, expected = [], None
     for products_kept in (True, False):
         saved = {}
@@ -176,6 +182,118 @@ def test_products_made_again_in_backward(ranks):
             expected = expected or found
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert kept[0] - kept[1] >= 2 * 9 * 200 * 2 - x.nbytes and kept[1] < kept[0] / 2
+
+
+WAYS: list[dict[str, bool]] = [  # the first keeps most
+    {}, {"products_kept": False}, {"output_needed": False}, {"output_needed": False, "products_kept": False}
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("tile", [2, 4, 9])  # tokens: the last tile of one, and all in one
+@pytest.mark.parametrize("width, inner", [(23, 41), (64, 128)])
+@pytest.mark.parametrize("ranks", [(4, 4, 4), (None, 4, None), (None, None, 4), (3, None, 5)], ids=str)
+def test_tiles_three_way(monkeypatch, ranks, width, inner, tile, bias, dtype):
+    """Whatever is kept: within torch's own error, and of the same bits, as tiles of real ones lie in memory."""
+    monkeypatch.setattr(lora, "TILE", tile)
+    x, projections, leaves, dout = made_mlp(ranks, inner, dtype, width=width, bias=bias)
+    theirs = run(mlp(lora_mlp_reference, "silu"), x, projections, [dout])
+    truth = run(mlp(lora_mlp_reference, "silu"), x.double(), [in_double(p) for p in projections], [dout.double()])
+    expected = run(mlp(lora_mlp, "silu"), x, projections, [dout])
+    for got, stock, exact in zip(expected, theirs, truth, strict=True):
+        assert got.dtype == stock.dtype and got.shape == stock.shape
+        floor = 1e-6 if dtype == torch.float32 else 3e-3
+        assert relative_error(got, exact) <= 1.1 * relative_error(stock, exact) + floor
+    if DEVICE == "cuda" and width % 64:  # cuBLAS chooses its kernel by where a tile begins, too
+        return
+    for way in WAYS[1:]:
+        out = lora_mlp(x, *projections, "silu", **way)
+        assert torch.equal(out, expected[0] if way.get("output_needed", True) else torch.zeros_like(out))
+        found = torch.autograd.grad(out, leaves, dout)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected[1:], strict=True))
+    with torch.no_grad():
+        assert torch.equal(lora_mlp(x, *projections, "silu"), expected[0])
+
+
+def test_sums_over_many_tiles_are_as_exact_as_over_one(monkeypatch):
+    """1,000 of them in bf16, each addition rounded, would err by per cents."""
+    x, projections, leaves, dout = made_mlp((4, 4, 4), 40, tokens=1000)
+    doubles = [in_double(p) for p in projections]
+    truth = run(mlp(lora_mlp_reference, "silu"), x.double(), doubles, [dout.double()])[1:]
+    errors = []
+    for tile in (1000, 1):
+        monkeypatch.setattr(lora, "TILE", tile)
+        found = torch.autograd.grad(lora_mlp(x, *projections, "silu", output_needed=False), leaves, dout)
+        errors.append([relative_error(got, exact) for got, exact in zip(found, truth, strict=True)])
+    assert all(in_tiles <= 1.1 * at_once + 1e-4 for at_once, in_tiles in zip(*errors, strict=True))
+
+
+class Counted:
+    """A weight that is made dense, and counts how often."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight, self.count = weight, 0
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        self.count += 1
+        return self.weight.to(dtype, copy=True)
+
+
+def test_quantised_weights_are_made_dense_once_a_direction(monkeypatch):
+    monkeypatch.setattr(lora, "TILE", 2)
+    x, projections, leaves, dout = made_mlp((4, 4, 4), 128, width=64)
+    expected = torch.autograd.grad(lora_mlp(x, *projections, "silu"), leaves, dout)
+    weights = [Counted(p.weight) for p in projections]
+    quantised = [replace(p, weight=weight) for p, weight in zip(projections, weights, strict=True)]
+    for counts, way in (([1, 1, 1], {"output_needed": False}), ([2, 2, 2], {"products_kept": False})):
+        for weight in weights:
+            weight.count = 0
+        found = torch.autograd.grad(lora_mlp(x, *quantised, "silu", **way), leaves, dout)
+        assert [weight.count for weight in weights] == counts
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_what_tiles_keep(monkeypatch, way):
+    """Of each token x and the skinny products, and gate and up where an output is wanted with them."""
+    monkeypatch.setattr(lora, "TILE", 4)
+    x, projections, leaves, dout = made_mlp((4, 4, 4), 40)
+    saved: dict[int, Tensor] = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
+        out = lora_mlp(x, *projections, "silu", **way)
+    elements = 24 + 8 + 4 * way.get("output_needed", True) + 2 * 40 * (not way)
+    assert sum(t.nbytes for t in saved.values() if t.shape[0] == 9) == 9 * 2 * elements
+    torch.autograd.grad(out, leaves, dout)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(out, leaves, dout)
+
+
+@pytest.mark.gpu
+def test_memory_does_not_grow_with_the_products():
+    """16 tiles: besides what is returned, one tile's three products, and what is skinny."""
+    tokens, width, inner, rank = 16 * lora.TILE, 512, 2048, 8
+    projections = [
+        projection(i, o, torch.bfloat16, rank=rank) for i, o in ((width, inner), (width, inner), (inner, width))
+    ]
+    leaves = [t for p in projections for t in (p.a, p.b) if t is not None]
+    x, dout = (torch.randn(tokens, width, device=DEVICE).bfloat16() for _ in range(2))
+    x.requires_grad_()
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return lora_mlp(x, *projections, "silu")
+
+    def backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(lora_mlp(x, *projections, "silu", output_needed=False), [x, *leaves], dout)
+
+    for function in (forward, backward):
+        function()  # cuBLAS takes its workspace
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        function()
+        taken = torch.cuda.max_memory_allocated() - before
+        assert taken < x.nbytes + 2 * lora.TILE * 3 * inner + 2 * tokens * 6 * rank + 2**24 < 2 * tokens * inner
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
