@@ -1,4 +1,4 @@
-"""Argument names of older transformers and TRL, and what they are called today; and fastlm's one option of its own.
+"""Argument names of older transformers and TRL, and what they are called today; and fastlm's two options of its own.
 
 A configuration has no model when it is built. So one that is built with old names takes the values under
 today's names and remembers what it was called with; the trainer, which knows the model, then either says
@@ -128,7 +128,7 @@ _OLD_SFT_ARGUMENTS: dict[str, _OldName] = {
     "use_liger": _gone("fastlm brings its own kernels"),
 }
 # what SFTConfig takes beside TRL's own fields; an attribute of the configuration, not a field
-_OPTIONS = ("tokens_per_step",)
+_OPTIONS = ("tokens_per_step", "embedding_learning_rate")
 # SFTTrainer's old names: processing_class, fields of the configuration, or gone
 TRAINER_NAMES: dict[str, str] = {
     "tokenizer": "processing_class",
@@ -151,6 +151,7 @@ def remember_call(config_class: type, *, sft: bool) -> Callable[..., None]:
     """Wrap a configuration's ``__init__``: takes old names too, and remembers which fields the caller gave.
 
     ``SFTConfig(tokens_per_step=N)``: at most N tokens in an optimiser step, instead of a batch size.
+    ``SFTConfig(embedding_learning_rate=L)``: of the embedding and the head, where they are trained.
 
     Nothing is said or refused here; an unknown keyword raises Python's TypeError as before. SFTConfig turns
     bf16 on by default and then refuses machines without it: that refusal is remembered as well, for models
@@ -249,8 +250,11 @@ def set_given(config: Any, given: Iterable[str]) -> None:
 
 
 def settle_options(config: Any, given: frozenset[str]) -> None:
-    """``tokens_per_step`` of a fastlm trainer's configuration, None by default. ValueError if it cannot be meant."""
+    """fastlm's options of a fastlm trainer's configuration, None by default. ValueError if one cannot be meant."""
     budget = config.tokens_per_step = getattr(config, "tokens_per_step", None)
+    rate = config.embedding_learning_rate = getattr(config, "embedding_learning_rate", None)
+    if rate is not None and (not isinstance(rate, int | float) or isinstance(rate, bool) or not 0 <= rate < math.inf):
+        raise ValueError(f"embedding_learning_rate is {rate!r}: give a rate of 0 or more, or None for learning_rate")
     if budget is None:
         return
     if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:

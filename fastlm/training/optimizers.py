@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from ..models.patch import unwrap_peft
 from .step import state_of
 
-__all__ = ["create_optimizer", "shorten_walks", "train", "without_stops"]
+__all__ = ["create_optimizer", "set_embedding_rate", "shorten_walks", "train", "without_stops"]
 
 _TOGETHER = 2**20  # elements: smaller parameters are updated many in a launch, larger ones fill a GPU alone
 _BUCKET = 2**24  # elements of one launch: bounds what the copies of its parameters and gradients take
@@ -32,7 +33,12 @@ _WALK = "_fastlm_walk"
 
 def create_optimizer(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Trainer.create_optimizer; during training what it is made of is final, so that the model is walked here."""
+    theirs, rate = trainer.optimizer, getattr(trainer.args, "embedding_learning_rate", None)
     optimizer = original(trainer, *args, **kwargs)
+    if state_of(trainer) is not None and rate is not None:
+        if theirs is not None:
+            raise ValueError("embedding_learning_rate needs the trainer's own optimizer: set the rate in yours instead")
+        set_embedding_rate(optimizer, state_of(trainer).model, rate)  # type: ignore[union-attr]
     if state_of(trainer) is not None and not trainer.is_fsdp_enabled and not trainer.is_deepspeed_enabled:
         without_stops(optimizer)
         if trainer.is_in_train and trainer.accelerator.distributed_type == "NO":
@@ -50,6 +56,27 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
 
 
 # --- the optimiser
+
+
+def set_embedding_rate(optimizer: Any, model: Any, rate: float) -> None:
+    """Move the embedding's and the head's trained parameters into groups of their own, with this learning rate.
+
+    Before the first step and before a scheduler is made. ValueError where neither is trained.
+    """
+    core = unwrap_peft(model)
+    tables = [module for module in (core.get_input_embeddings(), core.get_output_embeddings()) if module is not None]
+    theirs = {parameter for module in tables for parameter in module.parameters() if parameter.requires_grad}
+    if not theirs:
+        raise ValueError(
+            f"embedding_learning_rate={rate}, but neither embedding nor head is trained: pass "
+            "modules_to_save=['embed_tokens', 'lm_head'] to get_peft_model, or leave the rate out"
+        )
+    for group in list(optimizer.param_groups):
+        moved = [parameter for parameter in group["params"] if parameter in theirs]
+        if moved:
+            group["params"] = [parameter for parameter in group["params"] if parameter not in theirs]
+            optimizer.add_param_group({**group, "params": moved, "lr": rate})
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
 def without_stops(optimizer: Any) -> None:

@@ -12,6 +12,7 @@ from bitsandbytes.optim import AdamW, AdamW8bit, Lion8bit, PagedAdamW8bit
 from peft import LoraConfig
 from torch import nn
 
+import fastlm
 from fastlm.training import optimizers
 from fastlm.training.optimizers import shorten_walks, without_stops
 
@@ -320,3 +321,47 @@ def test_modules_that_do_more_in_train_are_asked() -> None:
     model = add_lora(tiny_model(), use_dora=True)  # DoRA empties a cache there
     shorten_walks(model)
     assert "parameters" in vars(model) and "train" not in vars(model)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("lora", [True, False])
+def test_embedding_and_head_have_a_rate_of_their_own(lora: bool, tied: bool, optim: str, tmp_path: Any) -> None:
+    made = tiny_model(tie_word_embeddings=tied)
+    saved = ["embed_tokens"] if tied else ["embed_tokens", "lm_head"]
+    model = add_lora(made, modules_to_save=saved, ensure_weight_tying=tied) if lora else made
+    fastlm.patch(model)
+    args = runs.config(tmp_path, learning_rate=1e-3, embedding_learning_rate=1e-4, optim=optim, max_steps=2,
+                       lr_scheduler_type="constant", weight_decay=0.1)  # fmt: skip
+    one = runs.trainer(model, runs.rows(), args)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    one.train()
+    rates = {p: group["lr"] for group in one.optimizer.param_groups for p in group["params"]}
+    decays = {p: group["weight_decay"] for group in one.optimizer.param_groups for p in group["params"]}
+    tables = 0
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            table = "embed_tokens" in name or "lm_head" in name
+            tables += table
+            assert rates[parameter] == (1e-4 if table else 1e-3), name
+            assert decays[parameter] == (0.0 if "norm" in name else 0.1), name
+            moved = (parameter - before[name]).abs().max().item()
+            if table:  # Adam moves by about the rate, twice; the other rate would move it by 2e-3
+                assert 0 < moved <= 4e-4, name
+    assert tables == (1 if tied else 2) and len(rates) == len(before)
+
+
+def test_an_embedding_rate_that_cannot_be_meant(tmp_path: Any) -> None:
+    for wrong in (-1.0, "1e-5", True, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="embedding_learning_rate is"):
+            runs.trainer(runs.model(), runs.rows(), runs.config(tmp_path, embedding_learning_rate=wrong))
+    one = runs.trainer(runs.model(), runs.rows(), runs.config(tmp_path, embedding_learning_rate=1e-5))
+    with pytest.raises(ValueError, match="neither embedding nor head is trained"):
+        one.train()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'embedding_learning_rate'"):
+        runs.trainer(runs.model(patched=False), runs.rows(), runs.config(tmp_path, embedding_learning_rate=1e-5))
+    theirs = runs.model()
+    chosen = torch.optim.SGD([p for p in theirs.parameters() if p.requires_grad], lr=0.1)
+    args = runs.config(tmp_path, embedding_learning_rate=1e-5)
+    with pytest.raises(ValueError, match="set the rate in yours"):
+        runs.trainer(theirs, runs.rows(), args, optimizers=(chosen, None)).train()
