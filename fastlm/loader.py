@@ -62,6 +62,7 @@ class FastLanguageModel:
         trust_remote_code: bool = False,
         revision: str | None = None,
         use_gradient_checkpointing: bool | str = _CHECKPOINTING,
+        cuda_graphs: bool = True,
         random_state: int = 3407,
         **transformers_kwargs: Any,
     ) -> tuple[Any, Any]:
@@ -79,6 +80,8 @@ class FastLanguageModel:
         full_finetuning: no quantisation; every weight is trainable, in ``dtype``.
         device_map: None is the current GPU, or that of LOCAL_RANK; the CPU without one.
         use_gradient_checkpointing: see ``get_peft_model``.
+        cuda_graphs: run SFTTrainer's LoRA steps as CUDA graphs where they have so few tokens that the GPU waits
+            for the host; they say so when they begin.
         random_state: accepted for older scripts; nothing is random in loading.
         transformers_kwargs: to transformers' ``from_pretrained``, or attributes of the model's configuration.
 
@@ -162,6 +165,7 @@ class FastLanguageModel:
         model.max_seq_length = length
         model._fastlm_checkpointing = checkpointing
         model._fastlm_full_finetuning = full_finetuning
+        model._fastlm_cuda_graphs = cuda_graphs
         _offer_merging(model)
         patch(model)
         if adapter_base is not None:

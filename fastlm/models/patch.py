@@ -23,6 +23,7 @@ from .adapters import adapter_obstacle, is_adapted, is_ours
 from .backbone import ModelPatch, boundary_obstacle, prepare_backbone, restore_rows, stock_class
 from .checkpointing import restore
 from .fingerprint import fingerprint
+from .graphs import LayerGraphs
 from .head import head_forward_for, head_obstacle
 from .layers import LayerPatch, Switch, activation_name, attention_features, forward_for
 from .offload import Offload
@@ -124,6 +125,7 @@ def unpatch(model: nn.Module) -> None:
             else:
                 del module.__dict__[slot]
     backbone = core.base_model
+    LayerGraphs.unbind(backbone)
     for key, hook in list(backbone._forward_pre_hooks.items()):
         if hook is prepare_backbone:
             del backbone._forward_pre_hooks[key]

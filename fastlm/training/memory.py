@@ -26,7 +26,7 @@ from ..models.patch import decoder_layers, patched_core
 from ..packing.dataset import EVEN_AT, lengths_of
 from .step import State, state_of
 
-__all__ = ["MARGIN", "RESERVE", "Activations", "training_step"]
+__all__ = ["MARGIN", "RESERVE", "Activations", "free_bytes", "largest_batch", "training_step"]
 
 MARGIN = 1.05  # fragmentation, and what the counts leave out
 RESERVE = 2**29  # bytes: libraries' workspaces
@@ -67,11 +67,16 @@ def _gauge(trainer: Any, begin: bool = False) -> _Gauge | None:
         return None
     if begin:
         torch.cuda.reset_peak_memory_stats(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    return _Gauge(torch.cuda.memory_allocated(device), peak, free_bytes(device))
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a GPU still has for this process: of its memory, and of what the process may use."""
     allocated = torch.cuda.memory_allocated(device)
     free, total = torch.cuda.mem_get_info(device)
     limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
-    free = min(free + torch.cuda.memory_reserved(device) - allocated, limit - allocated)
-    return _Gauge(allocated, torch.cuda.max_memory_allocated(device), free)
+    return min(free + torch.cuda.memory_reserved(device) - allocated, limit - allocated)
 
 
 def training_step(
@@ -176,7 +181,7 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
     products = [mlp.products if (mlp := _mlp(layer)) is not None else 0 for layer in layers]
     gauge, needed = _gauge(trainer), list[int]()
     if gauge is not None and all(kept):
-        longer = _largest_batch(trainer, state, activations.tokens) / activations.tokens
+        longer = largest_batch(trainer, state, activations.tokens) / activations.tokens
         longer = max(1.0, min(longer, _LONGER) if _alone(trainer) else longer)
         accumulates = trainer.args.gradient_accumulation_steps > 1
         aside = sum(parameter.nbytes for parameter in activations.trained) if accumulates else 0  # during a micro-step
@@ -203,7 +208,7 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
         )
 
 
-def _largest_batch(trainer: Any, state: State, measured: int) -> float:
+def largest_batch(trainer: Any, state: State, measured: int) -> float:
     """Tokens that a micro-batch of this run may have, at most; of a stream max_length tells, if there is one."""
     from datasets import Dataset
 
@@ -245,12 +250,16 @@ def _again_if_too_large(
             if devices:
                 set_device_states(devices, states)
                 torch.cuda.empty_cache()
+            tokens = inputs["input_ids"].numel()
+            if state.graphs and state.graphs.release():
+                state.graphs.limit = 0
+                state.voice.say(f"a batch of {tokens} tokens needs the memory of the CUDA graphs: from here on without")
+                continue
             kept = activations.policy in _KEEPING
             activations.policy = "recompute" if kept else "offload"
             _set_policy(layers, activations.policy)
             _offload(trainer).on = not kept
             what, then = ("activations", "recomputed") if kept else ("layer inputs", "in host memory")
-            tokens = inputs["input_ids"].numel()
             state.voice.say(f"keeping {what} was too much for a batch of {tokens} tokens: from here on {then}")
         return original(trainer, model, inputs, *args, **kwargs)
 

@@ -19,7 +19,7 @@ import torch
 
 from ..models.patch import is_patched, padding_free_obstacle, patched_core, rebind_head, report
 from ..packing.collators import PaddingFreeCollator
-from . import legacy, memory, optimizers, padded, prepare, resume, step
+from . import legacy, memory, optimizers, padded, prepare, resume, small_steps, step
 from .batches import train_sampler
 from .precision import hold_float32_masters, restore_float32_masters, settle_precision
 from .report import TrainingReport, add_to_log, get_batch_samples
@@ -58,10 +58,10 @@ def install() -> None:
     _replace(SFTConfig, "__init__", lambda original: legacy.remember_call(SFTConfig, sft=True))
     _replace(SFTTrainer, "__init__", lambda original: _method(original, _sft_init))
     for name, function in (
-        ("train", optimizers.train),
+        ("train", small_steps.train),
         ("create_optimizer", optimizers.create_optimizer),
         ("get_batch_samples", get_batch_samples),
-        ("training_step", memory.training_step),
+        ("training_step", small_steps.training_step),
         ("compute_loss", step.compute_loss),
         ("evaluation_loop", step.evaluation_loop),
         ("floating_point_ops", step.floating_point_ops),

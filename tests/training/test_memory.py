@@ -313,9 +313,9 @@ def test_the_largest_batch_there_can_be(tmp_path, config, expected):
     model, budget = runs.model("llama"), config.pop("tokens_per_step", None)
     trainer = runs.trainer(model, runs.rows(), runs.config(tmp_path, per_device_train_batch_size=2, **config))
     trainer.args.tokens_per_step = budget
-    assert memory._largest_batch(trainer, state_of(trainer), 7) == pytest.approx(expected)
+    assert memory.largest_batch(trainer, state_of(trainer), 7) == pytest.approx(expected)
     trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
-    assert memory._largest_batch(trainer, state_of(trainer), 7) == 2 * trainer.args.max_length
+    assert memory.largest_batch(trainer, state_of(trainer), 7) == 2 * trainer.args.max_length
 
 
 def test_a_model_of_another_family_trains(tmp_path):

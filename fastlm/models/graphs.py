@@ -1,0 +1,289 @@
+"""Decoder layers as CUDA graphs, for steps of so few tokens that the GPU waits for the host.
+
+An 8B model with adapters makes some hundred launches a layer and step, 0.2 s on the host however few the tokens are. A
+graph is one launch. Forward and backward of the whole backbone, from the embeddings to the last norm, are captured for
+a few sizes: tokens rounded up by an eighth at most, samples to a power of two. The tail is one more sample, of zeros,
+which nothing reads and whose gradient is zero; entries of cu_seqlens that are not used repeat its end. Boundaries are
+data on the device, so one graph serves all batches of its size. Products of other shapes round otherwise: losses are
+those without graphs to a tolerance, and to the bit where no token is added.
+
+What is captured holds for the addresses, adapters, hooks and modes of that moment. They are compared before every
+call, and a call that differs in anything runs as it would without graphs. All graphs share one pool of memory: one
+pass of one graph, forward and backward, is in flight at a time, and a second one runs without.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from ..packing.boundaries import SequenceBoundaries
+from .adapters import global_hooks
+from .capture import Buffers, Graph, Size, run_stock
+from .checkpointing import policy_of
+
+__all__ = ["LayerGraphs", "Size", "largest_size", "size_of"]
+
+_STEP = 64  # tokens: sizes are multiples of it, or of an eighth of the power of two below
+_LONGEST = (1024, 2047, 8192, 2**15, 2**17)  # bounds of the longest sample; at 2,048 other attention kernels begin
+_MOST_TRAINED = 2**30  # bytes
+_NEEDED = {"input_ids", "boundaries", "position_ids", "attention_mask", "use_cache"}
+
+
+def size_of(tokens: int, samples: int, longest: int) -> Size | None:
+    """The size that serves so many tokens and samples; None where there is none.
+
+    >>> size_of(450, 2, 300), size_of(3700, 16, 1024)
+    (Size(tokens=512, entries=4, longest=1024), Size(tokens=3840, entries=32, longest=1024))
+    """
+    step = _step(tokens)
+    bound = next((bound for bound in _LONGEST if bound >= longest), None)
+    return None if bound is None else Size(-(-tokens // step) * step, 1 << (samples + 1).bit_length(), bound)
+
+
+def largest_size(tokens: int) -> int:
+    """Tokens of the largest size that has no more than these."""
+    return tokens // _step(tokens) * _step(tokens)
+
+
+def _step(tokens: int) -> int:
+    return max(_STEP, 1 << max(tokens.bit_length() - 4, 0))
+
+
+class LayerGraphs:
+    """The graphs of one model's backbone; ``bind`` makes it run them.
+
+    limit: tokens of the largest step that may. say: told what was captured, and why it could not be.
+    replays: forwards that ran as a graph.
+    """
+
+    def __init__(self, backbone: Any, limit: int, say: Callable[[str], None]) -> None:
+        self.limit, self.say = limit, say
+        self.replays = 0
+        self._watched = _Watched(backbone)
+        self._facts: Any = None
+        self._graphs: dict[Any, Graph] = {}
+        self._seen: Counter[Any] = Counter()
+        self._planned: list[Size] = []
+        self._buffers: Buffers | None = None
+        self._pass: Callable[[], Any] = _nothing  # a weak reference to the forward whose backward is to come
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()  # a copied or loaded model has none
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why this backbone cannot be captured; None where it can."""
+        return self._watched.obstacle
+
+    def bind(self, backbone: Any) -> None:
+        """Run this model's small steps as graphs from now on."""
+        backbone._fastlm_graphs = self
+        backbone.__dict__["forward"] = MethodType(_forward_for(type(backbone)), backbone)  # type: ignore[arg-type]
+
+    @staticmethod
+    def unbind(backbone: Any) -> None:
+        """Put the class's forward back, and free what the graphs hold."""
+        graphs: LayerGraphs | None = backbone.__dict__.pop("_fastlm_graphs", None)
+        if graphs is not None:
+            backbone.__dict__.pop("forward", None)
+            graphs.release()
+
+    def plan(self, sizes: Iterable[Size]) -> None:
+        """Sizes to capture at the next call, the largest first: the others then live in its memory."""
+        self._planned = sorted(sizes, reverse=True)
+
+    def release(self) -> bool:
+        """Free all graphs and their memory; whether there was something to free."""
+        held = self._buffers is not None
+        self._graphs.clear()
+        self._seen.clear()
+        self._planned, self._buffers, self._pass = [], None, _nothing
+        if held:
+            torch.cuda.empty_cache()
+        return held
+
+    def run(self, backbone: Any, kwargs: dict[str, Any]) -> Tensor | None:
+        """Last hidden states [1, T, hidden] of a call that prepare_backbone made; None where no graph serves it."""
+        boundaries: SequenceBoundaries = kwargs["boundaries"]
+        if boundaries.token_count > self.limit or self._pass() is not None or not self._watched.usual(backbone):
+            return None
+        size = size_of(boundaries.token_count, boundaries.sample_count, boundaries.max_length)
+        if size is None:
+            return None
+        facts = self._watched.facts()
+        if facts != self._facts:  # other adapters, other addresses: what was captured is of no use
+            planned = self._planned
+            self.release()
+            self._facts, self._planned = facts, planned
+        embedded = backbone.get_input_embeddings()(kwargs["input_ids"])
+        kind = embedded.device.type
+        mode = (
+            embedded.dtype, embedded.requires_grad, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind),
+            torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        try:
+            graph = self._graph(backbone, size, mode, embedded)
+        except Exception as error:  # whatever a capture meets, the step runs without it
+            self.limit = 0
+            self.release()
+            self.say(f"steps run without CUDA graphs, since capturing failed: {type(error).__name__}: {error}")
+            graph = None
+        if graph is None:
+            return run_stock(backbone, embedded, kwargs)
+        current = _Pass()
+        self._pass = weakref.ref(current)
+        self.replays += 1
+        out: Tensor = _Replay.apply(self, graph, current, boundaries, embedded, *self._watched.trained())
+        return out
+
+    def backward(self, graph: Graph, current: _Pass, dout: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
+        if self._pass() is not current:
+            raise RuntimeError(
+                "backward a second time through a step that ran as a CUDA graph, whose activations are gone; for "
+                "backward with retain_graph=True load the model with cuda_graphs=False"
+            )
+        self._pass = _nothing
+        return graph.backward(dout)
+
+    def _graph(self, backbone: Any, size: Size, mode: tuple[Any, ...], embedded: Tensor) -> Graph | None:
+        """The graph for this size, captured where it was planned or comes a second time."""
+        self._seen[size, mode] += 1
+        wanted, self._planned = self._planned, []
+        if (size, mode) not in self._graphs and size not in wanted and self._seen[size, mode] > 1:
+            wanted = [size]
+        if wanted:
+            began, held = perf_counter(), torch.cuda.memory_reserved() if embedded.is_cuda else 0
+            if self._buffers is None:
+                self._buffers = Buffers(embedded, max(self.limit, wanted[0].tokens))
+            for one in wanted:
+                if (one, mode) not in self._graphs and one.tokens <= self._buffers.hidden.shape[1]:
+                    self._graphs[one, mode] = Graph(
+                        backbone, one, self._buffers, embedded.requires_grad, self._watched.trained()
+                    )
+            if len(wanted) > 1:
+                gib = (torch.cuda.memory_reserved() - held) / 2**30 if embedded.is_cuda else 0.0
+                self.say(
+                    f"steps of up to {wanted[0].tokens} tokens run as CUDA graphs: {len(wanted)} sizes captured in "
+                    f"{perf_counter() - began:.1f} s, {gib:.1f} GiB held for them"
+                )
+        return self._graphs.get((size, mode))
+
+
+class _Pass:
+    """A forward whose backward is to come; the graph of autograd holds it."""
+
+
+def _nothing() -> None:
+    return None
+
+
+class _Watched:
+    """What a captured backbone depends on and a user may change, in lists that are read at every call."""
+
+    def __init__(self, backbone: Any) -> None:
+        outside = {id(module) for module in backbone.get_input_embeddings().modules()} | {id(backbone)}
+        modules = [module for module in backbone.modules() if id(module) not in outside]
+        self._layers = list(backbone.layers)
+        self._children = [module._modules for module in backbone.modules() if module._modules]
+        self._tables = [t for module in modules for t in (module._parameters, module._buffers) if t]
+        self._hooks = [
+            table for module in modules
+            for table in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
+                          module._backward_pre_hooks)
+        ]  # fmt: skip
+        self._adapted: list[Any] = [module for module in modules if hasattr(module, "_disable_adapters")]
+        self.obstacle = self._why_not(backbone, modules)
+
+    def _why_not(self, backbone: Any, modules: Sequence[nn.Module]) -> str | None:
+        trained = self.trained()
+        if "forward" in backbone.__dict__ and "_fastlm_graphs" not in backbone.__dict__:
+            return "the backbone's forward was replaced by something else"
+        if any(self._hooks) or any("_hf_hook" in module.__dict__ for module in modules):
+            return "there are hooks inside its layers"
+        if any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules):
+            return "there is dropout inside its layers"
+        if len({tensor.device for tensor in self._tensors()}) != 1:
+            return "it is on several devices"
+        if not trained:
+            return "none of its layers is trained"
+        if sum(tensor.nbytes for tensor in trained) > _MOST_TRAINED:
+            return "its layers train more than 1 GiB of parameters, whose gradients a graph would hold twice"
+        return None
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for table in self._tables for tensor in table.values() if tensor is not None]
+
+    def trained(self) -> list[Tensor]:
+        return [tensor for tensor in self._tensors() if tensor.requires_grad]
+
+    def usual(self, backbone: Any) -> bool:
+        """Whether a call here and now is like one that is captured."""
+        config = backbone.config
+        return (
+            backbone.training
+            and torch.is_grad_enabled()
+            and not any(self._hooks)
+            and not global_hooks()
+            and not torch.compiler.is_compiling()
+            and all(policy_of(layer, False) == "keep" for layer in self._layers)
+            and not (getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False))
+        )
+
+    def facts(self) -> tuple[Any, ...]:
+        tensors = self._tensors()
+        return (
+            [child for table in self._children for child in table.values()],
+            [(tensor.data_ptr(), tensor.requires_grad) for tensor in tensors],
+            [
+                (m._disable_adapters, list(m.merged_adapters), m.active_adapter, list(m.scaling.values()))
+                for m in self._adapted
+            ],
+        )
+
+
+class _Replay(torch.autograd.Function):
+    """One pass of a graph; every trained tensor is an input, so that each gradient is given once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, graphs: LayerGraphs, graph: Graph, current: _Pass, boundaries: SequenceBoundaries,
+        embedded: Tensor, *trained: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.graphs, ctx.graph, ctx.current = graphs, graph, current
+        ctx.save_for_backward(embedded.new_empty(0))
+        return graph.forward(embedded, boundaries)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        ctx.saved_tensors  # noqa: B018  # a second time this is torch's own error
+        dembedded, gradients = ctx.graphs.backward(ctx.graph, ctx.current, dout)
+        return None, None, None, None, dembedded, *gradients
+
+
+@functools.cache
+def _forward_for(backbone_class: type) -> Any:
+    """The backbone's forward with graphs, under the name and signature of the class's own."""
+
+    @functools.wraps(backbone_class.forward)  # type: ignore[attr-defined]
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        graphs: LayerGraphs | None = self.__dict__.get("_fastlm_graphs")
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        if graphs is not None and not args and given.keys() == _NEEDED:
+            hidden = graphs.run(self, given)
+            if hidden is not None:
+                return BaseModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[arg-type]
+        return type(self).forward(self, *args, **kwargs)
+
+    return forward

@@ -1,0 +1,121 @@
+"""Which steps of a run are so small that they go as CUDA graphs (models/graphs.py), and what is captured ahead.
+
+Where a layer's products take less time than the host needs to launch it, the GPU waits. Sizes that the run will meet
+more than once, by the lengths in its data set, are captured together after the second step, the largest first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..models.graphs import LayerGraphs, Size, largest_size, size_of
+from ..models.patch import decoder_layers, patched_core
+from ..packing.dataset import lengths_of
+from . import memory, optimizers
+from .report import PEAK_TFLOPS, count_operations, gpu_of
+from .step import State, state_of
+
+__all__ = ["train", "training_step"]
+
+_HOST = 0.006  # seconds in which the host launches a layer, forward and backward: 0.2 s for 32 (16-core server, H200)
+_SHARE = 0.65  # of the data sheet's TFLOP/s that products of some thousand rows reach
+_OTHERS = 100.0  # TFLOP/s of a GPU that is not in the table
+_DRAWS = 2000
+
+
+def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Trainer.train; however it ends, the graphs and their memory are gone."""
+    state = state_of(trainer)
+    if state is not None:
+        state.graphs = None
+    try:
+        return optimizers.train(original, trainer, *args, **kwargs)
+    finally:
+        core: Any = patched_core(trainer.model)
+        if state is not None and core is not None:
+            LayerGraphs.unbind(core.base_model)
+
+
+def training_step(
+    original: Callable[..., Tensor], trainer: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+) -> Tensor:
+    """SFTTrainer.training_step, after a look whether graphs are of use, once there is something to judge by."""
+    state = state_of(trainer)
+    if state is not None and state.graphs is None and trainer.state.global_step > 0:
+        settled = state.activations is None or state.activations.policy != "first"
+        if settled:
+            state.graphs = _graphs(trainer, state, inputs) or False
+    return memory.training_step(original, trainer, model, inputs, *args, **kwargs)
+
+
+def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> LayerGraphs | None:
+    """Bound to the model, with what to capture; None where they are of no use, or cannot be, which is said."""
+    core: Any = patched_core(trainer.model)
+    boundaries = inputs.get("boundaries")
+    if core is None or boundaries is None or not getattr(core, "_fastlm_cuda_graphs", True):
+        return None
+    if trainer.accelerator.distributed_type != "NO" or core._fastlm_model.limits:
+        return None
+    if any(layer.gradient_checkpointing for layer in decoder_layers(core)):
+        return None
+    largest = int(memory.largest_batch(trainer, state, boundaries.token_count))
+    whole = size_of(largest, boundaries.sample_count, boundaries.max_length)
+    limit = min(_worthwhile(core), largest if whole is None else whole.tokens)
+    sizes = _expected(trainer, limit)
+    if not sizes and (sizes is not None or boundaries.token_count > limit):
+        return None
+    graphs = LayerGraphs(core.base_model, limit, state.voice.say)
+    obstacle = graphs.obstacle or _too_large(core, state, boundaries.token_count, limit, largest)
+    if obstacle is not None:
+        state.voice.say(f"steps of few tokens run without CUDA graphs: {obstacle}")
+        return None
+    graphs.plan(sizes or ())
+    graphs.bind(core.base_model)
+    return graphs
+
+
+def _worthwhile(core: Any) -> int:
+    """Tokens of the largest step in which the GPU would wait for the host; 0 on a CPU."""
+    operations = count_operations(core)
+    if operations is None or core.device.type != "cuda":
+        return 0
+    peak = PEAK_TFLOPS.get(gpu_of(torch.cuda.get_device_name(core.device)) or "", _OTHERS)
+    seconds = operations.useful(1, 0, Counter()) / (_SHARE * peak * 1e12)  # a token's
+    return largest_size(int(_HOST * len(operations.layers) / seconds))
+
+
+def _expected(trainer: Any, limit: int) -> list[Size] | None:
+    """Sizes up to the limit that the rest of the run meets, by chance, at least once; None where nothing tells."""
+    from datasets import Dataset
+
+    dataset, samples = trainer.train_dataset, trainer._train_batch_size
+    if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
+        return None
+    if "seq_lengths" in dataset.column_names or getattr(trainer.args, "tokens_per_step", None) is not None:
+        return None
+    lengths, random = lengths_of(dataset), np.random.default_rng(0)
+    drawn = lengths[random.integers(len(lengths), size=(_DRAWS, samples))]
+    met = Counter(size_of(int(row.sum()), samples, int(row.max())) for row in drawn)
+    batches = (trainer.state.max_steps - trainer.state.global_step) * trainer.args.gradient_accumulation_steps
+    return [s for s, n in met.items() if s is not None and s.tokens <= limit and n * batches >= _DRAWS]
+
+
+def _too_large(core: Any, state: State, tokens: int, limit: int, largest: int) -> str | None:
+    """Why the activations of a pass of limit tokens cannot be held beside what larger steps need."""
+    layers = decoder_layers(core)
+    kept = [layer._fastlm.kept or 0 if "_fastlm" in layer.__dict__ else 0 for layer in layers]
+    if state.activations is not None and all(kept):
+        per_token = sum(kept) / state.activations.tokens
+    else:
+        per_token = (torch.cuda.max_memory_allocated(core.device) - torch.cuda.memory_allocated(core.device)) / tokens
+    needed = memory.MARGIN * per_token * (limit + (largest if largest > limit else 0)) + memory.RESERVE
+    free = memory.free_bytes(core.device)
+    if needed < free:
+        return None
+    return f"{needed / 2**30:.1f} GiB would have to be free for their activations, and {free / 2**30:.1f} are"

@@ -1,0 +1,189 @@
+"""fastlm/training/small_steps.py: which runs go as CUDA graphs, what is captured ahead, and what a run then gives.
+
+On a CPU captures are stood in for as in tests/models/test_graphs.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fastlm
+from fastlm.models import capture
+from fastlm.models.graphs import Size
+from fastlm.training import memory, small_steps
+from fastlm.training.step import state_of
+
+from . import runs
+
+ROWS = runs.rows(tuple(int(n) for n in np.random.default_rng(0).integers(4, 40, 64)))
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "gpu" in request.keywords:
+        return
+
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        return torch.enable_grad()(work)
+
+    monkeypatch.setattr(capture, "recorder", lambda device: record)
+    monkeypatch.setattr(small_steps, "_worthwhile", lambda core: 512)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 2**40)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: 2**21)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: 2**20)
+
+
+class Noted(runs.Recorder):
+    """And what was replayed by the end."""
+
+    replays = 0
+    limit = 0
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        graphs = state_of(self.trainer).graphs  # type: ignore[attr-defined, union-attr]
+        if graphs:
+            self.replays, self.limit = graphs.replays, graphs.limit
+
+
+def run(out: Any, model: Any, **given: Any) -> tuple[Any, Noted]:
+    noted = Noted()
+    args = {"per_device_train_batch_size": 2, "max_steps": 12, "gradient_checkpointing": False, **given}
+    made = runs.trainer(model, ROWS, runs.config(out, **args), callbacks=[noted])
+    noted.trainer = made  # type: ignore[attr-defined]
+    made.train()
+    return made, noted
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_run_gives_what_it_gives_without(accumulation: int, tmp_path: Any, capsys: Any) -> None:
+    without = runs.model()
+    without.get_base_model()._fastlm_cuda_graphs = False
+    given = dict(gradient_accumulation_steps=accumulation, max_grad_norm=1.0)
+    truth, expected = run(tmp_path, without, **given)
+    assert expected.replays == 0
+    capsys.readouterr()
+    model = runs.model()
+    found, noted = run(tmp_path, model, **given)
+    assert noted.replays >= 11 * accumulation - 1, "all but the first step, and a size that came only once"
+    assert "steps of up to 128 tokens run as CUDA graphs: 2 sizes captured" in capsys.readouterr().out
+    for name in ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"):
+        np.testing.assert_allclose(runs.logged(found, name), runs.logged(truth, name), rtol=1e-5, err_msg=name)
+    for ours, theirs in zip(noted.gradients, expected.gradients, strict=True):
+        for name, gradient in theirs.items():
+            torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=1e-6)
+    backbone = model.get_base_model().base_model
+    assert "forward" not in backbone.__dict__ and "_fastlm_graphs" not in backbone.__dict__, "gone after training"
+
+
+def test_a_second_run_and_evaluation_between(tmp_path: Any) -> None:
+    model = runs.model()
+    made, noted = run(tmp_path, model, max_steps=4)
+    assert noted.replays == 3
+    made.evaluate(made.train_dataset)
+    made.train()
+    assert noted.replays == 3  # of the second run
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (dict(gradient_checkpointing=True), None),
+        (dict(max_steps=2, per_device_train_batch_size=64), None),  # past the limit
+    ],
+)
+def test_runs_without(given: dict[str, Any], said: str | None, tmp_path: Any, capsys: Any) -> None:
+    model = runs.model()
+    model.get_base_model()._fastlm_checkpointing = "recompute" if given.get("gradient_checkpointing") else False
+    made, noted = run(tmp_path, model, **given)
+    assert noted.replays == 0 and state_of(made).graphs is False  # type: ignore[union-attr]
+    assert "CUDA graphs" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("reason", ["memory", "hook", "dropout", "full"])
+def test_what_stands_in_the_way_is_said(reason: str, tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
+    if reason == "full":
+        model = runs.model(lora=False)
+        monkeypatch.setattr("fastlm.models.graphs._MOST_TRAINED", 1000)
+    elif reason == "dropout":
+        from tests.tiny import add_lora, tiny_model
+
+        model = add_lora(tiny_model(), lora_dropout=0.1)
+        fastlm.patch(model)
+    else:
+        model = runs.model()
+    if reason == "memory":
+        monkeypatch.setattr(memory, "free_bytes", lambda device: 2**29)
+    if reason == "hook":
+        model.get_base_model().base_model.layers[0].register_forward_hook(lambda *a: None)
+    _, noted = run(tmp_path, model, max_steps=4)
+    words = {
+        "memory": "0.5 GiB would have to be free for their activations, and 0.5 are",
+        "hook": "there are hooks inside its layers", "dropout": "there is dropout inside its layers",
+        "full": "its layers train more than",
+    }  # fmt: skip
+    out = capsys.readouterr().out
+    assert noted.replays == 0
+    assert out.count("steps of few tokens run without CUDA graphs: ") == 1 and words[reason] in out
+
+
+def test_sizes_that_the_run_will_meet(tmp_path: Any) -> None:
+    trainer = runs.trainer(runs.model(), runs.rows((60,) * 50 + (200,)), runs.config(tmp_path, max_steps=100,
+                           per_device_train_batch_size=2))  # fmt: skip
+    trainer.state.max_steps = 100
+    assert small_steps._expected(trainer, 512) == [Size(128, 4, 1024), Size(320, 4, 1024)]
+    trainer.state.max_steps = 10  # one pair in 25 has the long one: 0.4 steps of these
+    assert small_steps._expected(trainer, 512) == [Size(128, 4, 1024)]
+    assert small_steps._expected(trainer, 64) == []
+    trainer.args.tokens_per_step = 100
+    assert small_steps._expected(trainer, 512) is None
+
+
+def test_more_than_fits_beside_the_graphs(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
+    """A batch past the limit that does not fit: the graphs' memory is given up before activations are."""
+    model = runs.model()
+    made = runs.trainer(model, ROWS, runs.config(tmp_path, max_steps=8, per_device_train_batch_size=2))
+    state = state_of(made)
+    assert state is not None and state.activations is not None
+    step = type(made).training_step.__wrapped__ if hasattr(type(made).training_step, "__wrapped__") else None
+    assert step is not None
+    calls: list[str] = []
+    run_once = memory.training_step
+
+    def keeps(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        def fails_once(*a: Any, **k: Any) -> Any:
+            calls.append(state.activations.policy)
+            if len(calls) == 6:
+                raise torch.OutOfMemoryError("out of memory")
+            return original(*a, **k)
+
+        return run_once(fails_once, trainer, *args, **kwargs)
+
+    monkeypatch.setattr(memory, "training_step", keeps)
+    monkeypatch.setattr(
+        memory, "_choose", lambda trainer, layers, state, activations: (
+            setattr(activations, "policy", "keep"), memory._set_policy(layers, "keep"))
+    )  # fmt: skip
+    made.train()
+    assert calls[5] == calls[6] == "keep" and calls[-1] == "keep"
+    assert "needs the memory of the CUDA graphs: from here on without" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_gpu_a_run_gives_what_it_gives_without(tmp_path: Any, capsys: Any) -> None:
+    losses = []
+    for wanted in (True, False):
+        model = runs.model(dtype=torch.bfloat16, head_dim=64).cuda()
+        fastlm.patch(model)
+        model.get_base_model()._fastlm_cuda_graphs = wanted
+        made, noted = run(tmp_path, model, max_grad_norm=1.0)
+        assert noted.replays == (10 if wanted else 0) or wanted
+        assert (noted.replays >= 9) == wanted
+        losses.append((runs.logged(made), runs.logged(made, "grad_norm")))
+    np.testing.assert_allclose(losses[0][0], losses[1][0], rtol=2e-3)
+    np.testing.assert_allclose(losses[0][1], losses[1][1], rtol=3e-2)
