@@ -1,4 +1,4 @@
-"""Packing and padding: what they cost on the host, and what they give in training. Three parts.
+"""Packing and padding: what they cost on the host, and what they give in training. Four parts.
 
 host: lengths are lognormal (median 200, sigma 0.6, cut at 2,048). For every row length ``pack`` (which sample
     goes where), ``pack_dataset`` (the packed data set, tokens moved), and TRL's ``pack_dataset`` with strategy
@@ -8,12 +8,14 @@ host: lengths are lognormal (median 200, sigma 0.6, cut at 2,048). For every row
     packing of ten million samples of a data set on disk, and ``pack`` alone on as many.
 training: valid tokens a second through SFTTrainer, for every batch size (see benchmarks/packing_training.py).
 curves: the quick start's model and data, padded, padding-free and packed (there, too).
+draw: the figure of a saved record of the last two, as a PNG beside it.
 
 The last line is one JSON object.
 
     python -m benchmarks.packing host --samples 100000 --row-lengths 2048 4096
-    python -m benchmarks.packing training --arch qwen3_1b7 --plot benchmarks/results
-    python -m benchmarks.packing curves --steps 300 --plot benchmarks/results
+    python -m benchmarks.packing training --arch qwen3_1b7 --save benchmarks/results
+    python -m benchmarks.packing curves --steps 300 --save benchmarks/results
+    python -m benchmarks.packing draw benchmarks/results/*-packing-training-*.json
     python -m benchmarks.packing training --smoke
 """
 
@@ -195,7 +197,7 @@ def arguments_from(command: list[str] | None) -> argparse.Namespace:
     one.add_argument("--repeats", type=int, default=5)
     one.add_argument("--planned-samples", type=int, default=10_000_000, help="they take 2.4 GB on disk for a while")
     packing_training.add_arguments(parts)
-    for part in parts.choices.values():
+    for part in (parts.choices[name] for name in ("host", *packing_training.PARTS)):
         part.add_argument("--save", metavar="FOLDER", help="keep the JSON object there")
         part.add_argument("--commit", help="what is running, where git cannot say it")
     return parser.parse_args(command)
@@ -204,6 +206,10 @@ def arguments_from(command: list[str] | None) -> argparse.Namespace:
 def main(command: list[str] | None = None) -> None:
     """Runs a part, prints, keeps."""
     given = arguments_from(command)
+    if given.part == "draw":
+        for file in given.files:
+            packing_training.draw(file)
+        return
     datasets.disable_progress_bars()
     if given.part == "host":
         results, work = host(given), "lognormal samples (median 200, sigma 0.6, cut at 2,048), random token ids"
@@ -217,6 +223,8 @@ def main(command: list[str] | None = None) -> None:
     if given.save is not None:
         save(kept, given.save)
     print(json.dumps(kept))
+    if given.part == "curves":
+        packing_training.require_equal(results)
 
 
 if __name__ == "__main__":

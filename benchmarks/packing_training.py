@@ -6,20 +6,23 @@ training: a model of a real architecture with random weights and LoRA, bf16, eve
     samples' own tokens over the steps after the warm-up, without a stop between them, and the memory at its
     peak beyond the weights. The losses of the padded and the padding-free run are kept beside each other.
 curves: the quick start's model and data in fp32, each step on the same samples three times: stock TRL padded,
-    padding-free, and all samples of a step in one packed row. The curves must agree to 1e-4, or the run fails.
+    padding-free, and all samples of a step in one packed row. The curves must agree to 1e-4, or the run fails,
+    its record kept.
 """
 
 import argparse
 import gc
+import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from datasets import Dataset, concatenate_datasets
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
@@ -28,7 +31,9 @@ from benchmarks import step
 from benchmarks.timing import on_gpu
 from fastlm.packing import expected_speedup, pack_dataset
 
-__all__ = ["PARTS", "Watch", "add_arguments", "free_memory", "lognormal_lengths", "tokenizer"]
+__all__ = [
+    "PARTS", "Watch", "add_arguments", "draw", "free_memory", "lognormal_lengths", "require_equal", "tokenizer",
+]  # fmt: skip
 
 SYSTEMS = ("TRL padded", "fastlm padding-free", "fastlm packed")
 TOLERANCE = 1e-4
@@ -48,8 +53,8 @@ def add_arguments(parts: Any) -> None:
     two.add_argument("--steps", type=int, default=300)
     two.add_argument("--batch-size", type=int, default=16)
     two.add_argument("--max-length", type=int, default=1024)
-    for part in (one, two):
-        part.add_argument("--plot", metavar="FOLDER", help="draw a PNG there")
+    three = parts.add_parser("draw", help="a PNG beside each record, on any machine that has matplotlib")
+    three.add_argument("files", nargs="+", metavar="FILE", type=Path)
 
 
 def lognormal_lengths(rng: np.random.Generator, samples: int, longest: int, median: float = 200.0) -> np.ndarray:
@@ -58,20 +63,37 @@ def lognormal_lengths(rng: np.random.Generator, samples: int, longest: int, medi
 
 
 class Watch(TrainerCallback):
-    """Stands behind the collator and notes a run: tokens of each batch, the clock, the memory."""
+    """Notes a run without stopping the GPU: the loss and the tokens of each step, the clock, the memory.
+
+    losses, valid, computed: a step each, on the device; computed: tokens of the batch, of which valid are the samples'.
+    seconds: of the steps after the warm-up. peak_gib: allocated in these.
+    """
 
     def __init__(self, warmup: int) -> None:
-        self.warmup, self.valid, self.computed = warmup, [], []  # type: ignore[var-annotated]
+        self.warmup = warmup
+        self.losses: list[Tensor] = []
+        self.valid: list[Tensor] = []
+        self.computed: list[int] = []
         self.begin = self.seconds = self.peak_gib = 0.0
 
-    def collate_with(self, collate: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-        def noted(examples: Any) -> dict[str, Any]:
-            self.valid.append(sum(len(example["input_ids"]) for example in examples))
-            batch = collate(examples)
-            self.computed.append(batch["input_ids"].numel())
-            return batch
+    def listen(self, trainer: Any) -> None:
+        """To a trainer of one micro-batch a step, when it is built."""
+        compute_loss = trainer.compute_loss
 
-        return noted
+        def noted(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            names = ("attention_mask", "prompt_mask", "completion_mask")
+            masks = [inputs[name] for name in names if name in inputs] or [torch.ones_like(inputs["input_ids"])]
+            self.valid.append(torch.stack([mask.sum() for mask in masks]).sum())
+            self.computed.append(sum(mask.numel() for mask in masks))
+            loss = compute_loss(model, inputs, *args, **kwargs)
+            self.losses.append(loss.detach())
+            return loss
+
+        trainer.compute_loss = noted
+
+    def tokens(self) -> tuple[int, int]:
+        """Valid and computed, after the warm-up."""
+        return sum(int(n) for n in self.valid[self.warmup :]), sum(self.computed[self.warmup :])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.warmup:
@@ -114,15 +136,15 @@ def _train(model: Any, dataset: Dataset, watch: Watch, **given: Any) -> list[flo
     arguments = SFTConfig(
         output_dir="unused", report_to="none", save_strategy="no", disable_tqdm=True, shuffle_dataset=False,
         train_sampling_strategy="sequential", lr_scheduler_type="constant", max_grad_norm=1.0, use_cpu=not on_gpu(),
-        logging_strategy="steps", **given,
+        logging_strategy="no", **given,
     )  # fmt: skip
     trainer = SFTTrainer(
         model=model, args=arguments, train_dataset=dataset, processing_class=tokenizer(), callbacks=[watch]
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.data_collator = watch.collate_with(trainer.data_collator)
+    watch.listen(trainer)
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return [float(loss) for loss in watch.losses]
 
 
 def free_memory() -> None:
@@ -151,8 +173,6 @@ def training(given: argparse.Namespace) -> tuple[list[dict[str, Any]], str, str]
         ours, truth = row["losses"], twins[SYSTEMS[0]]["losses"]
         if row["system"] == SYSTEMS[1] and ours and truth:
             row["largest_loss_difference"] = max(abs(a / b - 1) for a, b in zip(ours, truth, strict=True))
-    if given.plot:
-        draw(rows, Path(given.plot) / f"packing-{given.arch}.png")
     work = f"{given.arch}, random weights, LoRA r=16, bf16, layers recomputed; lognormal samples, median {given.median}"
     notes = (
         f"{given.steps} steps after {given.warmup}, through SFTTrainer, without a stop; peak_less_weights_gib: "
@@ -181,8 +201,7 @@ def _measured(given: argparse.Namespace, system: str, batch_size: int, max_lengt
         weights = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**30
         losses = _train(
             model, dataset, watch, max_steps=steps, per_device_train_batch_size=batch_size, max_length=max_length,
-            bf16=True, learning_rate=1e-4, logging_steps=1 if given.smoke else 5, gradient_checkpointing=True,
-            padding_free=system != SYSTEMS[0],
+            bf16=True, learning_rate=1e-4, gradient_checkpointing=True, padding_free=system != SYSTEMS[0],
         )  # fmt: skip
     except torch.OutOfMemoryError:
         losses = None
@@ -192,7 +211,7 @@ def _measured(given: argparse.Namespace, system: str, batch_size: int, max_lengt
     if losses is None:
         nothing = ("valid_tokens_per_second", "valid_token_share", "peak_less_weights_gib", "seconds_per_step")
         return row | dict.fromkeys(nothing) | {"losses": None, "out_of_memory": True}
-    valid, computed = sum(watch.valid[given.warmup : steps]), sum(watch.computed[given.warmup : steps])
+    valid, computed = watch.tokens()
     return row | {
         "valid_tokens_per_second": valid / watch.seconds,
         "valid_token_share": valid / computed,
@@ -203,7 +222,7 @@ def _measured(given: argparse.Namespace, system: str, batch_size: int, max_lengt
 
 
 def curves(given: argparse.Namespace) -> tuple[list[dict[str, Any]], str, str]:
-    """As `training`; SystemExit where the curves part."""
+    """As `training`."""
     from fastlm.quickstart import choose_rows, find_model
     from fastlm.quickstart_data import standard_library_pairs
 
@@ -237,20 +256,14 @@ def curves(given: argparse.Namespace) -> tuple[list[dict[str, Any]], str, str]:
         is_packed = system == SYSTEMS[2]
         losses = _train(
             model, packed if is_packed else prepared, watch, max_steps=given.steps, bf16=False, learning_rate=1e-4,
-            per_device_train_batch_size=1 if is_packed else given.batch_size, logging_steps=1,
+            per_device_train_batch_size=1 if is_packed else given.batch_size, gradient_checkpointing=False,
             max_length=None if is_packed else longest, padding_free=system != SYSTEMS[0],
-            gradient_checkpointing=False,
         )  # fmt: skip
-        rows.append({"system": system, "losses": losses, "computed_tokens": sum(watch.computed[: given.steps])})
+        rows.append({"system": system, "losses": losses, "computed_tokens": sum(watch.computed)})
     for row in rows:
         pairs = zip(row["losses"], rows[0]["losses"], strict=True)
         row["largest_loss_difference"] = max(abs(ours / padded - 1) for ours, padded in pairs)
         print(f"{row['system']:20} last loss {row['losses'][-1]:.6f}, off by {row['largest_loss_difference']:.1e}")
-    if given.plot:
-        draw_losses(rows, Path(given.plot) / "packing-curves.png")
-    worst = max(row["largest_loss_difference"] for row in rows)
-    if not worst < TOLERANCE:
-        raise SystemExit(f"the loss curves part by {worst:.1e}; {TOLERANCE} is allowed")
     work = f"SmolLM2-135M-Instruct, fp32, LoRA r=16, {given.batch_size} samples a step of Python's standard library"
     return rows, work, f"{given.steps} steps; differences are relative to the padded run's loss of the same step"
 
@@ -258,11 +271,27 @@ def curves(given: argparse.Namespace) -> tuple[list[dict[str, Any]], str, str]:
 PARTS = {"training": training, "curves": curves}
 
 
+def require_equal(rows: Sequence[dict[str, Any]]) -> None:
+    """SystemExit where the curves part."""
+    worst = max(row["largest_loss_difference"] for row in rows)
+    if not worst < TOLERANCE:
+        raise SystemExit(f"the loss curves part by {worst:.1e}; {TOLERANCE} is allowed")
+
+
 def _short(value: Any) -> str:
     return f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(file: Path) -> None:
+    """The figure of a record of `training` or `curves`, under its name, as PNG."""
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    figures = {"packing-training": draw_training, "packing-curves": draw_losses}
+    if kept["script"] not in figures:
+        raise SystemExit(f"{file} is a record of {kept['script']}; there are figures of {' and '.join(figures)}")
+    figures[kept["script"]](kept["results"], file.with_suffix(".png"))
+
+
+def draw_training(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """A PNG with a row of panels for each max_length: speed, speed-up beside the formula, share, losses."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -292,7 +321,6 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         for axes in line[:3]:
             axes.set_ylim(bottom=0)
             axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
     canvas.print_png(path)
 
 
@@ -306,7 +334,6 @@ def draw_losses(rows: Sequence[dict[str, Any]], path: Path) -> None:
     axes = figure.add_subplot(title="the same samples each step", ylabel="loss per token (nats)")
     axes.grid(alpha=0.3)
     _overlay(axes, rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
     canvas.print_png(path)
 
 

@@ -44,8 +44,10 @@ def test_every_layer_is_recomputed_as_the_record_says():
 
 
 def test_training(capsys, tmp_path):
-    record = record_of(capsys, "training", "--smoke", "--plot", str(tmp_path))
-    assert (tmp_path / "packing-tiny.png").read_bytes()[:4] == b"\x89PNG"
+    record = record_of(capsys, "training", "--smoke", "--save", str(tmp_path))
+    (file,) = tmp_path.iterdir()
+    packing.main(["draw", str(file)])
+    assert file.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     rows = {(row["system"], row["batch_size"]): row for row in record["results"]}
     assert rows.keys() == {(system, size) for system in SYSTEMS for size in (1, 4)}
     padded, free, packed = (rows[system, 4] for system in SYSTEMS)
