@@ -37,8 +37,8 @@ ONE_TURN_PAIRS = 1024
 WIDE_PAIRS = 3072  # of q and k: with 32 heads each, one norm over all, 0.1484 ms with 8 warps and 0.1717 with 4
 TOGETHER_PAIRS = 4096  # at most, where all heads share one norm and so one block: 8,192 elements
 WARPS = 4
-# All heads together, and weight gradients: programs that loop over tokens, with the next ones on their way. 8 warps hold
-# the sums of weight gradients in 128 registers a thread (sm_90), where 4 take 168.
+# All heads together, and weight gradients: programs that loop over tokens, with the next ones on their way. 8 warps
+# hold the sums of weight gradients in 128 registers a thread (sm_90), where 4 take 168.
 LOOP_WARPS = 8
 BYTES_IN_FLIGHT = 80 * 1024  # at most, of shared memory: an sm_86 has 99 KiB
 
