@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +53,13 @@ def recorder(device: torch.device) -> Callable[[Callable[[], None]], Callable[[]
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             graph.capture_begin(pool, capture_error_mode="relaxed")  # Triton may have a kernel to load yet
+            done = False
             try:
                 work()
-            except BaseException:
-                with suppress(RuntimeError):  # that the capture is of no use
+                done = True
+            finally:
+                with nullcontext() if done else suppress(RuntimeError):  # that a capture which failed is of no use
                     graph.capture_end()
-                raise
-            graph.capture_end()
         current.wait_stream(stream)
         return graph.replay
 

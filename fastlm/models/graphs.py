@@ -134,7 +134,7 @@ class LayerGraphs:
         )  # fmt: skip
         try:
             graph = self._graph(backbone, size, mode, embedded)
-        except Exception as error:  # whatever a capture meets, the step runs without it
+        except RuntimeError as error:  # what CUDA and torch refuse to capture; memory, too
             self.limit = 0
             self.release()
             self.say(f"steps run without CUDA graphs, since capturing failed: {type(error).__name__}: {error}")
