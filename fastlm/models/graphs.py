@@ -159,25 +159,27 @@ class LayerGraphs:
     def _graph(self, backbone: Any, size: Size, mode: tuple[Any, ...], embedded: Tensor) -> Graph | None:
         """The graph for this size, captured where it was planned or comes a second time."""
         self._seen[size, mode] += 1
-        wanted, self._planned = self._planned, []
-        if (size, mode) not in self._graphs and size not in wanted and self._seen[size, mode] > 1:
-            wanted = [size]
-        if wanted:
-            began, held = perf_counter(), torch.cuda.memory_reserved() if embedded.is_cuda else 0
+        planned, self._planned = self._planned, []
+        again = self._seen[size, mode] > 1 and (size, mode) not in self._graphs
+        began, held = perf_counter(), _reserved(embedded.device)
+        for one in planned or ([size] if again else []):
             if self._buffers is None:
-                self._buffers = Buffers(embedded, max(self.limit, wanted[0].tokens))
-            for one in wanted:
-                if (one, mode) not in self._graphs and one.tokens <= self._buffers.hidden.shape[1]:
-                    self._graphs[one, mode] = Graph(
-                        backbone, one, self._buffers, embedded.requires_grad, self._watched.trained()
-                    )
-            if len(wanted) > 1:
-                gib = (torch.cuda.memory_reserved() - held) / 2**30 if embedded.is_cuda else 0.0
-                self.say(
-                    f"steps of up to {wanted[0].tokens} tokens run as CUDA graphs: {len(wanted)} sizes captured in "
-                    f"{perf_counter() - began:.1f} s, {gib:.1f} GiB held for them"
+                self._buffers = Buffers(embedded, max(self.limit, one.tokens))
+            if (one, mode) not in self._graphs and one.tokens <= self._buffers.hidden.shape[1]:
+                self._graphs[one, mode] = Graph(
+                    backbone, one, self._buffers, embedded.requires_grad, self._watched.trained()
                 )
+        if planned:
+            seconds, gib = perf_counter() - began, (_reserved(embedded.device) - held) / 2**30
+            self.say(
+                f"steps of up to {planned[0].tokens} tokens run as CUDA graphs: {len(planned)} "
+                f"size{'s' * (len(planned) > 1)} captured in {seconds:.1f} s, {gib:.1f} GiB held for them"
+            )
         return self._graphs.get((size, mode))
+
+
+def _reserved(device: torch.device) -> int:
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
 class _Pass:

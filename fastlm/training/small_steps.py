@@ -71,13 +71,18 @@ def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> LayerGraphs |
     if not sizes and (sizes is not None or boundaries.token_count > limit):
         return None
     graphs = LayerGraphs(core.base_model, limit, state.voice.say)
-    obstacle = graphs.obstacle or _too_large(core, state, boundaries.token_count, limit, largest)
+    obstacle = graphs.obstacle or _repeatable() or _too_large(core, state, boundaries.token_count, limit, largest)
     if obstacle is not None:
         state.voice.say(f"steps of few tokens run without CUDA graphs: {obstacle}")
         return None
     graphs.plan(sizes or ())
     graphs.bind(core.base_model)
     return graphs
+
+
+def _repeatable() -> str | None:
+    """A run that stops and goes on would not capture at the same steps, and round otherwise in these."""
+    return "deterministic algorithms are asked for" if torch.are_deterministic_algorithms_enabled() else None
 
 
 def _worthwhile(core: Any) -> int:
