@@ -59,13 +59,13 @@ def data(kind: str) -> Any:
 
 
 def run(out: Any, *, stop: int | None = None, again: Any = None, kind: str = "rows", dtype: torch.dtype = torch.float32,
-        **given: Any) -> dict[str, Any]:  # fmt: skip
+        dropout: float = 0.2, **given: Any) -> dict[str, Any]:  # fmt: skip
     """Rows, log and final weights of a run."""
     size = {} if "tokens_per_step" in given else {"per_device_train_batch_size": 2}
     given = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1, "max_length": 24, "seed": 5, **size, **given}
     trainer = Watched(
-        model=model(dtype=dtype), train_dataset=data(kind), args=runs.config(out, **given), callbacks=[Stop(stop)],
-        processing_class=tiny_tokenizer(),
+        model=model(dtype=dtype, lora_dropout=dropout), train_dataset=data(kind), args=runs.config(out, **given),
+        callbacks=[Stop(stop)], processing_class=tiny_tokenizer(),
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=again)
     names = ("step", "epoch", "loss", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens")
@@ -111,6 +111,24 @@ def test_a_resumed_run_is_the_straight_one(case: str, tmp_path: Path) -> None:
         out = tmp_path / f"stopped{stop}"
         run(out, stop=stop, **given)
         same(run(out, again=True, **given), straight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout", [0.0, 0.2])  # fused, and not
+@pytest.mark.parametrize("case", ["padding_free", "packed", "accumulated", "workers", "stream"])
+def test_gpu_a_resumed_run_is_the_straight_one(
+    case: str, dropout: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    given, stops = CASES[case]
+    given = {**given, "dtype": torch.bfloat16, "dropout": dropout}
+    torch.use_deterministic_algorithms(True)
+    try:
+        straight = run(tmp_path / "straight", **given)
+        run(tmp_path / "stopped", stop=stops[0], **given)
+        same(run(tmp_path / "stopped", again=True, **given), straight)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_streams_incomplete_step_is_left_out(tmp_path: Path, capsys: Any) -> None:
