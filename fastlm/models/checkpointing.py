@@ -149,9 +149,12 @@ class _Recompute(torch.autograd.Function):
             finally:
                 patch.recomputing = False
         if isinstance(count, _Kept):
-            patch.kept = count.bytes
+            mlp = _layer(ctx.run).mlp.__dict__.get("_fastlm")
+            patch.kept = count.bytes + (0 if mlp is None else mlp.unmade)
         wanted = [hidden, *ctx.trained] if hidden.requires_grad else ctx.trained
-        gradients = torch.autograd.grad(out, wanted, dout, allow_unused=True)
+        summands = [part for part in (out if isinstance(out, tuple) else (out,)) if part.requires_grad]
+        above = [dout.to(part.dtype) for part in summands]
+        gradients = torch.autograd.grad(summands, wanted, above, allow_unused=True)
         return None, *(() if hidden.requires_grad else (None,)), *gradients
 
 

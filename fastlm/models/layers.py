@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..kernels.attention import attention
 from ..kernels.glu import glu, glu_packed
-from ..kernels.lora import Rotation, lora_linear, lora_mlp
+from ..kernels.lora import TILE, Rotation, lora_linear, lora_mlp
 from ..kernels.norm_rope import norm_rope
 from ..kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_add
 from ..kernels.rope import rope
@@ -61,6 +61,7 @@ class LayerPatch:
     recomputing: whether a decoder layer runs for its graph alone, in backward (checkpointing.py).
     products: bytes of an MLP's gate and up products in its last call, where its own backward can make them again.
     products_kept: whether they wait for backward instead.
+    unmade: bytes of those that its last call left to backward alone, as a recomputed layer does in tiles.
     kept: bytes that a decoder layer would keep for backward if it were not recomputed; 0: to be counted at the next
         recomputation; None: nobody asked.
     """
@@ -74,6 +75,7 @@ class LayerPatch:
     kept: int | None = field(default=None, repr=False)
     products: int = field(default=0, repr=False)
     products_kept: bool = field(default=True, repr=False)
+    unmade: int = field(default=0, repr=False)
 
 
 def layer_patch(module: nn.Module) -> LayerPatch | None:
@@ -117,7 +119,9 @@ def _open_norms(*norms: Any) -> list[dict[str, Any]] | None:
     return options if len(options) == len(norms) and not global_hooks() else None
 
 
-def _layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _layer_forward(
+    self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """hidden_states [B, T, hidden]; each sum of the residual stream and the norm beside it in one launch."""
     patch = layer_patch(self)
     form: LayerForm | None = None if patch is None else patch.form
@@ -135,7 +139,8 @@ def _layer_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) 
 
 def _layer_body(
     self: Any, form: LayerForm, options: list[dict[str, Any]], hidden_states: Tensor, **kwargs: Any
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The layer's output; of a run for its graph alone the two summands, where nobody would read the sum."""
     residual = hidden_states
     after_attention = self.post_attention_layernorm
     normed = self.input_layernorm(hidden_states) if form.norm_in else hidden_states
@@ -147,7 +152,7 @@ def _layer_body(
     normed, residual = add_rms_norm(attended, residual, after_attention.weight, **options[0])
     if not self._fastlm.recomputing or has_hooks(self.mlp) or layer_patch(self.mlp) is None:
         return residual + self.mlp(normed)
-    return residual + _mlp_forward(self.mlp, normed, output_needed=False)  # the sum is thrown away
+    return residual, _mlp_forward(self.mlp, normed, output_needed=False)
 
 
 def _mlp_forward(self: Any, hidden_states: Tensor, output_needed: bool = True) -> Tensor:
@@ -162,13 +167,15 @@ def _mlp_forward(self: Any, hidden_states: Tensor, output_needed: bool = True) -
     projections = fusable(hidden_states, (self.gate_proj, self.up_proj, self.down_proj))
     if projections is not None:
         inner, size = self.gate_proj.out_features, hidden_states.element_size()
-        patch.products = 2 * hidden_states.shape[:-1].numel() * inner * size
+        tokens = hidden_states.shape[:-1].numel()
+        patch.products = 2 * tokens * inner * size
+        patch.unmade = 0 if output_needed or tokens <= TILE else patch.products
         gate_projection, up_projection, down_projection = projections
         return lora_mlp(
             hidden_states, gate_projection, up_projection, down_projection, activation, output_needed=output_needed,
             products_kept=patch.products_kept,
         )  # fmt: skip
-    patch.products = 0
+    patch.products = patch.unmade = 0
     gate, up = _outputs(hidden_states, self.gate_proj, self.up_proj)
     return _outputs(glu(gate, up, activation), self.down_proj)[0]
 

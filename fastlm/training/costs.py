@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from ..kernels.linear_cross_entropy import chunk_rows
+from ..kernels.lora import TILE
 
 __all__ = ["OPTIMISERS", "PARTS", "POLICIES", "LayerCosts", "StepCosts", "layer_costs", "optimiser_bytes", "step_costs"]
 
@@ -29,19 +30,23 @@ _STATISTICS = 32  # bytes of loss, entropy and the like that a target leaves in 
 class LayerCosts:
     """One decoder layer; bytes a token, where nothing else is said.
 
-    entering: the residual stream that it reads. kept: what it leaves for backward, without that.
+    entering: the residual stream that it reads. leaving: what its second forward ends in, if it is recomputed.
+    kept: what it leaves for backward, without these.
     keeps_entering: whether backward needs that too, be the layer recomputed or not.
-    moments: in its backward, the part of ``kept`` that is still there, workspace, how much of that a recomputed layer
-        finds in what it keeps, and, whatever the tokens, bytes of gradients and weights made dense.
+    moments: in its backward, the part of ``kept`` that is still there, how much of that is not in a recomputed layer,
+        workspace, that of a tile's tokens, and, whatever the tokens, bytes of gradients and weights made dense.
+    tiled: the same where there are more tokens than one tile takes.
     remade: the gate and up products, where the MLP's own backward can make them again; less what it needs for that.
     copies: bytes of adapters side by side and in the activations' dtype, which it keeps too, whatever the tokens.
     gradients: bytes of its trained tensors, whatever the tokens.
     """
 
     entering: int
+    leaving: int
     kept: int
     keeps_entering: bool
-    moments: tuple[tuple[int, int, int, int], ...]
+    moments: tuple[tuple[int, int, int, int, int], ...]
+    tiled: tuple[tuple[int, int, int, int, int], ...]
     remade: int
     copies: int
     gradients: int
@@ -110,16 +115,23 @@ def layer_costs(
     dense = 2 * 2 * hidden * inner * quantised  # one goes when the next has come
     flash = not attention_form.softcap  # its backward sums dQ in fp32 and has dK and dV of every query head
     turning = hidden + 2 * queries + 2 * keys + 2 * queries * (flash and keys < queries)
+    above = gradients(*gate_up, "down_proj")
     moments = (
-        (read, (incoming + 3 * inner) * size, reused, gradients("down_proj")),
-        (read - 2 * inner * size * (not fused), (incoming + (1 + (not fused)) * hidden + 2 * inner) * size, reused,
-         gradients(*gate_up, "down_proj") + dense),
-        (attended * size + 4 * heads, turning * size + 4 * (queries * flash + 2 * heads), 0,
-         gradients(*gate_up, "down_proj", "o_proj")),
+        (read, reused, (incoming + 3 * inner) * size, 0, gradients("down_proj")),
+        (read - 2 * inner * size * (not fused), reused, (incoming + (1 + (not fused)) * hidden + 2 * inner) * size, 0,
+         above + dense),
+        (attended * size + 4 * heads, 0, turning * size + 4 * (queries * flash + 2 * heads), 0,
+         above + gradients("o_proj")),
     )  # fmt: skip
-    trained = sum(p.numel() for p in layer.parameters()) * size if full else gradients(*weights)
     remade = fused * (2 * inner - hidden * (form.norm_in and not reads(*gate_up))) * size
-    return LayerCosts(hidden * size, kept, form.norm_in or reads(*qkv), moments, remade, copies, trained)
+    late = low(*gate_up) * hidden * adapter_size  # dA of gate and up, of all tiles at once
+    whole = (read, remade * lean, (incoming + hidden) * size, 3 * inner * size, above - late + dense * 3 // 2)
+    trained = sum(p.numel() for p in layer.parameters()) * size if full else gradients(*weights)
+    tiled = (whole, moments[-1]) if fused else moments
+    return LayerCosts(
+        hidden * size, hidden * size * (not lean), kept, form.norm_in or reads(*qkv), moments, tiled, remade, copies,
+        trained,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -165,13 +177,16 @@ class StepCosts:
             below -= own
             here = here if layer is not self.layers[0] else 0  # nothing is below that could be fetched
             # what enters it, and what its second forward makes of that
-            both_ends = self.hidden * (1 if again else layer.keeps_entering) + self.hidden * again
-            for index, (kept, workspace, reused, fixed) in enumerate(layer.moments):
-                reused = layer.remade * (index < 2) if policy == "lean" else reused * again  # the MLP's come first
+            both_ends = self.hidden * (1 if again else layer.keeps_entering) + layer.leaving * again
+            of_layer = layer.tiled if tokens > TILE else layer.moments
+            for moment, (kept, absent, workspace, of_tile, fixed) in enumerate(of_layer, 1 - len(of_layer)):
+                absent = layer.remade * (moment < 0) if policy == "lean" else absent * again  # the MLP's come first
                 # kept activations mean that a step can be taken again: earlier gradients are set aside until it is done
                 new = gradients if not again or not self.accumulates else 0
-                activations = tokens * (below + here + both_ends + kept + self.tables) + max(copies, layer.copies)
-                moments.append(self._moment(earlier + new, activations, 0, tokens * (workspace - reused) + fixed))
+                kept += below + here + both_ends + self.tables - absent
+                activations = tokens * kept + max(copies, layer.copies)
+                workspace = tokens * workspace + min(tokens, TILE) * of_tile + fixed
+                moments.append(self._moment(earlier + new, activations, 0, workspace))
             gradients += layer.gradients
             copies -= layer.copies * (not again)
         moments.append(self._moment(self.gradients + earlier * (not again), 0, 0, table * self.tied))

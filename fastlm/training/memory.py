@@ -178,7 +178,9 @@ def _begin_to_count(trainer: Any, layers: list[Any], activations: Activations, i
 def _choose(trainer: Any, layers: list[Any], state: State, activations: Activations) -> None:
     """Set the policy for the rest of the run, the same on every rank."""
     kept = [layer._fastlm.kept or 0 if "_fastlm" in layer.__dict__ else 0 for layer in layers]
-    products = [mlp.products if (mlp := _mlp(layer)) is not None else 0 for layer in layers]
+    mlps = [_mlp(layer) for layer in layers]
+    products = [mlp.products if mlp is not None else 0 for mlp in mlps]
+    made = [size - (mlp.unmade if mlp is not None else 0) for size, mlp in zip(kept, mlps, strict=True)]
     gauge, needed = _gauge(trainer), list[int]()
     if gauge is not None and all(kept):
         longer = largest_batch(trainer, state, activations.tokens) / activations.tokens
@@ -188,8 +190,8 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
         nothing = [0] * len(layers)
         for left_out in (nothing, products) if any(products) else (nothing,):
             held = [all_of_it - part for all_of_it, part in zip(kept, left_out, strict=True)]
-            # one layer's are part of the peak already: it was recomputed there
-            step = activations.peak - activations.before + sum(held) - max(held)
+            # one layer's are part of the peak already: it was recomputed there, but for what it made in tiles
+            step = activations.peak - activations.before + sum(held) - max(map(min, held, made))
             needed.append(int(longer * MARGIN * step) + RESERVE + aside)
     choice = next((i for i, size in enumerate(needed) if gauge is not None and size < gauge.free), len(_KEEPING))
     if trainer.accelerator.num_processes > 1:

@@ -176,6 +176,28 @@ def test_a_counted_run_that_fails_holds_nothing(monkeypatch):
     assert len(held) == 3 and all(reference.expired() for reference in held)
 
 
+def test_products_that_tiles_left_out_are_counted(monkeypatch):
+    """What the layer would keep, which is not what its second run saved; its gradients are those of keeping."""
+    monkeypatch.setattr("fastlm.kernels.lora.TILE", 4)
+    model = add_lora(tiny_model("llama"))
+    fastlm.patch(model)
+    loss, gradients = loss_and_gradients(model, LAYOUTS["flattened"](ROWS), COUNT)
+    enable_checkpointing(model)
+    counts = []
+    for tile in (1000, 4):  # to the layer; the MLP takes tiles of 4 both times
+        monkeypatch.setattr("fastlm.models.layers.TILE", tile)
+        for layer in (layers := model.get_base_model().model.layers):
+            layer._fastlm.kept = 0
+        again, recomputed = loss_and_gradients(model, LAYOUTS["flattened"](ROWS), COUNT)
+        assert again == loss and all(torch.equal(recomputed[n], gradients[n]) for n in gradients)
+        counts.append(layers[0]._fastlm.kept)
+    assert (
+        counts[1] - counts[0]
+        == layers[0].mlp._fastlm.products
+        == 2 * 96 * 4 * sum(len(row["input_ids"]) for row in ROWS)
+    )
+
+
 def test_weights_that_have_no_memory_of_their_own_are_counted_without(runs):
     """As quantised and distributed tensors are: wrappers around others."""
     model = tiny_model("llama")

@@ -14,11 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import fastlm
+from fastlm.kernels import lora
 from fastlm.kernels.flash import FlashSettings, flash_attention
 from fastlm.models import layers
 from fastlm.models.patch import patched_core
 from fastlm.packing.collators import PaddingFreeCollator
 from fastlm.planner import twin_of
+from fastlm.training import costs as costs_module
 from fastlm.training.costs import _LIBRARIES, StepCosts, _nf4_bytes, optimiser_bytes, step_costs
 
 from ..kernels.interpreter import kernel_test, run_interpreted
@@ -170,13 +172,29 @@ def test_a_recomputed_layer_keeps_its_input(targets):
     ],
 )  # fmt: skip
 def test_the_worst_moment_of_a_step(quick_collection, family, targets, policy):
+    measured, predicted = worst_moment(family, targets, policy)
+    assert predicted == pytest.approx(measured, rel=0.04)
+
+
+@kernel_test
+@pytest.mark.parametrize("policy", ["keep", "offload"])
+def test_the_worst_moment_of_a_step_in_tiles(quick_collection, monkeypatch, policy):
+    """The inner size makes the MLP's the worst of all."""
+    untiled, _ = worst_moment("llama", SEVEN, policy)
+    for module in (lora, layers, costs_module):
+        monkeypatch.setattr(module, "TILE", 2)
+    measured, predicted = worst_moment("llama", SEVEN, policy)
+    assert predicted == pytest.approx(measured, rel=0.04) and measured < untiled
+
+
+def worst_moment(family: str, targets: tuple[str, ...], policy: str) -> tuple[int, int]:
+    """Bytes measured and predicted."""
     model, costs, batch = build(family, targets, policy)
     live = Live(given(model, batch))
     with live:
         model(**batch, use_cache=False).loss.backward()
     parts = costs.worst_moment(policy, sum(LENGTHS))
-    predicted = sum(parts.values()) - sum(costs.standing().values()) - _LIBRARIES
-    assert predicted == pytest.approx(live.peak, rel=0.04)
+    return live.peak, sum(parts.values()) - sum(costs.standing().values()) - _LIBRARIES
 
 
 def test_8bit_states_are_bitsandbytes_own():
