@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .low_rank import summed
 from .softmax_rows import RowLoss, RowStatistics, cross_entropy_rows
 
 __all__ = ["LinearCrossEntropyFunction", "LinearCrossEntropyOutput", "linear_cross_entropy"]
@@ -69,16 +70,6 @@ def chunk_rows(vocabulary: int, element_size: int, device_type: str, *, trainabl
     """
     budget = _CPU_CHUNK_BYTES if device_type == "cpu" else _GPU_CHUNK_BYTES * (2 if trainable else 1)
     return max(128, 2 ** math.floor(math.log2(budget / (vocabulary * element_size))))
-
-
-def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, summed in total's fp32 and never rounded to the factors' dtype."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def _scaled(gradient: Tensor | None, scale: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -140,7 +131,7 @@ def _linear_cross_entropy_rows(
         if gradients.hidden is not None:
             torch.mm(logits, weight, out=gradients.hidden[start:stop])
         if gradients.weight is not None:
-            _accumulate(gradients.weight, logits.t(), h)
+            summed(gradients.weight, logits.t(), h, several=True)
         if gradients.bias is not None:
             gradients.bias.add_(logits.sum(0, dtype=sum_dtype))
     return results, gradients

@@ -177,10 +177,10 @@ def _begin_to_count(trainer: Any, layers: list[Any], activations: Activations, i
 
 def _choose(trainer: Any, layers: list[Any], state: State, activations: Activations) -> None:
     """Set the policy for the rest of the run, the same on every rank."""
-    kept = [layer._fastlm.kept or 0 if "_fastlm" in layer.__dict__ else 0 for layer in layers]
-    mlps = [_mlp(layer) for layer in layers]
-    products = [mlp.products if mlp is not None else 0 for mlp in mlps]
-    made = [size - (mlp.unmade if mlp is not None else 0) for size, mlp in zip(kept, mlps, strict=True)]
+    ours = [layer.__dict__.get("_fastlm") for layer in layers]
+    kept = [(one.kept or 0) if one is not None else 0 for one in ours]
+    products = [one.products if one is not None else 0 for one in ours]
+    made = [size - one.unmade if one is not None else 0 for size, one in zip(kept, ours, strict=True)]
     gauge, needed = _gauge(trainer), list[int]()
     if gauge is not None and all(kept):
         longer = largest_batch(trainer, state, activations.tokens) / activations.tokens

@@ -33,13 +33,15 @@ _WALK = "_fastlm_walk"
 
 def create_optimizer(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Trainer.create_optimizer; during training what it is made of is final, so that the model is walked here."""
-    theirs, rate = trainer.optimizer, getattr(trainer.args, "embedding_learning_rate", None)
+    state, there = state_of(trainer), trainer.optimizer is not None
+    rate = getattr(trainer.args, "embedding_learning_rate", None)
     optimizer = original(trainer, *args, **kwargs)
-    if state_of(trainer) is not None and rate is not None:
-        if theirs is not None:
-            raise ValueError("embedding_learning_rate needs the trainer's own optimizer: set the rate in yours instead")
-        set_embedding_rate(optimizer, state_of(trainer).model, rate)  # type: ignore[union-attr]
-    if state_of(trainer) is not None and not trainer.is_fsdp_enabled and not trainer.is_deepspeed_enabled:
+    if state is not None and rate is not None and not there:
+        set_embedding_rate(optimizer, state.model, rate)
+        state.rate_set = True
+    elif state is not None and rate is not None and not state.rate_set:
+        raise ValueError("embedding_learning_rate needs the trainer's own optimizer: set the rate in yours instead")
+    if state is not None and not trainer.is_fsdp_enabled and not trainer.is_deepspeed_enabled:
         without_stops(optimizer)
         if trainer.is_in_train and trainer.accelerator.distributed_type == "NO":
             shorten_walks(trainer.model)
@@ -61,15 +63,16 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
 def set_embedding_rate(optimizer: Any, model: Any, rate: float) -> None:
     """Move the embedding's and the head's trained parameters into groups of their own, with this learning rate.
 
-    Before the first step and before a scheduler is made. ValueError where neither is trained.
+    Before the first step and before a scheduler is made. ValueError where the optimiser has none of them.
     """
     core = unwrap_peft(model)
     tables = [module for module in (core.get_input_embeddings(), core.get_output_embeddings()) if module is not None]
     theirs = {parameter for module in tables for parameter in module.parameters() if parameter.requires_grad}
-    if not theirs:
+    if not any(parameter in theirs for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(
-            f"embedding_learning_rate={rate}, but neither embedding nor head is trained: pass "
-            "modules_to_save=['embed_tokens', 'lm_head'] to get_peft_model, or leave the rate out"
+            f"embedding_learning_rate={rate}, but the optimiser trains neither embedding nor head: pass "
+            "modules_to_save=['embed_tokens', 'lm_head'] to get_peft_model, with FSDP1 use_orig_params=True, or leave "
+            "the rate out"
         )
     for group in list(optimizer.param_groups):
         moved = [parameter for parameter in group["params"] if parameter in theirs]

@@ -10,6 +10,7 @@ from datasets import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 import fastlm
+from fastlm.models.patch import decoder_layers, patched_core
 from fastlm.training import memory
 from fastlm.training.say import Voice
 from fastlm.training.sft import _settle_checkpointing
@@ -409,3 +410,12 @@ def test_a_step_done_again_draws_the_same_numbers_and_is_counted_once(tmp_path, 
     assert same(again, gradients)
     assert runs.logged(trainer, "num_tokens") == runs.logged(expected, "num_tokens")
     assert runs.logged(trainer, "entropy") == runs.logged(expected, "entropy")
+
+
+def test_what_is_compared_is_of_one_batch(tmp_path, free):
+    """Micro-batches of other sizes follow before the choice: products are those of the batch whose rest was counted."""
+    free(8 * GIB)
+    trainer, _ = run(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=3, max_steps=2)
+    activations = state_of(trainer).activations
+    for layer in decoder_layers(patched_core(trainer.model)):
+        assert layer._fastlm.products == 2 * activations.tokens * 96 * 4 < layer._fastlm.kept
