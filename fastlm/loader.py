@@ -62,8 +62,8 @@ class FastLanguageModel:
         trust_remote_code: bool = False,
         revision: str | None = None,
         use_gradient_checkpointing: bool | str = _CHECKPOINTING,
-        cuda_graphs: bool = True,
         random_state: int = 3407,
+        cuda_graphs: bool = True,
         **transformers_kwargs: Any,
     ) -> tuple[Any, Any]:
         """Load a causal LM and its tokenizer, ready for training.
@@ -80,9 +80,9 @@ class FastLanguageModel:
         full_finetuning: no quantisation; every weight is trainable, in ``dtype``.
         device_map: None is the current GPU, or that of LOCAL_RANK; the CPU without one.
         use_gradient_checkpointing: see ``get_peft_model``.
+        random_state: accepted for older scripts; nothing is random in loading.
         cuda_graphs: run SFTTrainer's LoRA steps as CUDA graphs where they have so few tokens that the GPU waits
             for the host; they say so when they begin.
-        random_state: accepted for older scripts; nothing is random in loading.
         transformers_kwargs: to transformers' ``from_pretrained``, or attributes of the model's configuration.
 
         Returns (model, tokenizer). The tokenizer has a pad token that is not its end of sequence.

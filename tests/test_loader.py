@@ -55,7 +55,7 @@ def test_signatures_are_the_published_ones() -> None:
     assert names == [
         "model_name", "max_seq_length", "dtype", "load_in_4bit", "load_in_8bit", "full_finetuning", "token",
         "device_map", "rope_scaling", "trust_remote_code", "revision", "use_gradient_checkpointing",
-        "random_state", "transformers_kwargs",
+        "random_state", "cuda_graphs", "transformers_kwargs",
     ]  # fmt: skip
     parameters = inspect.signature(FastLanguageModel.get_peft_model).parameters
     assert list(parameters) == [
