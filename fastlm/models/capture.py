@@ -88,6 +88,8 @@ class Graph:
         kwargs = dict(boundaries=boundaries, position_ids=self._position_ids, attention_mask=buffers.mask,
                       use_cache=False)  # fmt: skip
         self._launch_forward = buffers.record(functools.partial(self._run_forward, backbone, kwargs))
+        if self._out.dtype != self._dout.dtype:  # of a last norm in float32
+            self._dout = torch.zeros_like(self._out)
         self._launch_backward = buffers.record(self._run_backward)
         self._out = self._out.detach()  # lets go of the activations, whose memory the next graph may have
 

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..packing.boundaries import SequenceBoundaries
-from .adapters import global_hooks
+from .adapters import global_hooks, has_hooks
 from .capture import Buffers, Graph, Size, run_stock
 from .checkpointing import policy_of
 
@@ -37,6 +37,7 @@ __all__ = ["LayerGraphs", "Size", "largest_size", "size_of"]
 _STEP = 64  # tokens: sizes are multiples of it, or of an eighth of the power of two below
 _LONGEST = (1024, 2047, 8192, 2**15, 2**17)  # bounds of the longest sample; at 2,048 other attention kernels begin
 _MOST_TRAINED = 2**30  # bytes
+_CHANGES = 4  # of what a graph depends on, the first capture among them: from then on it runs without
 _NEEDED = {"input_ids", "boundaries", "position_ids", "attention_mask", "use_cache"}
 
 
@@ -47,7 +48,7 @@ def size_of(tokens: int, samples: int, longest: int) -> Size | None:
     (Size(tokens=512, entries=4, longest=1024), Size(tokens=3840, entries=32, longest=1024))
     """
     step = _step(tokens)
-    bound = next((bound for bound in _LONGEST if bound >= longest), None)
+    bound = next((bound for bound in _LONGEST if bound >= max(longest, step - 1)), None)  # the tail is a sample too
     return None if bound is None else Size(-(-tokens // step) * step, 1 << (samples + 1).bit_length(), bound)
 
 
@@ -72,6 +73,7 @@ class LayerGraphs:
         self.replays = 0
         self._watched = _Watched(backbone)
         self._facts: Any = None
+        self._changes = 0
         self._graphs: dict[Any, Graph] = {}
         self._seen: Counter[Any] = Counter()
         self._planned: list[Size] = []
@@ -94,9 +96,10 @@ class LayerGraphs:
     @staticmethod
     def unbind(backbone: Any) -> None:
         """Put the class's forward back, and free what the graphs hold."""
+        if "_fastlm_graphs" in backbone.__dict__:  # None in a copy
+            backbone.__dict__.pop("forward", None)
         graphs: LayerGraphs | None = backbone.__dict__.pop("_fastlm_graphs", None)
         if graphs is not None:
-            backbone.__dict__.pop("forward", None)
             graphs.release()
 
     def plan(self, sizes: Iterable[Size]) -> None:
@@ -123,9 +126,13 @@ class LayerGraphs:
             return None
         facts = self._watched.facts()
         if facts != self._facts:  # other adapters, other addresses: what was captured is of no use
-            planned = self._planned
+            planned, self._changes = self._planned, self._changes + 1
             self.release()
             self._facts, self._planned = facts, planned
+            if self._changes > _CHANGES:
+                self.limit = 0
+                self.say("steps run without CUDA graphs: adapters or addresses change all the time")
+                return None
         embedded = backbone.get_input_embeddings()(kwargs["input_ids"])
         kind = embedded.device.type
         mode = (
@@ -134,7 +141,7 @@ class LayerGraphs:
         )  # fmt: skip
         try:
             graph = self._graph(backbone, size, mode, embedded)
-        except RuntimeError as error:  # what CUDA and torch refuse to capture; memory, too
+        except (RuntimeError, ValueError) as error:  # what CUDA and torch refuse to capture; memory, too
             self.limit = 0
             self.release()
             self.say(f"steps run without CUDA graphs, since capturing failed: {type(error).__name__}: {error}")
@@ -197,7 +204,9 @@ class _Watched:
         outside = {id(module) for module in backbone.get_input_embeddings().modules()} | {id(backbone)}
         modules = [module for module in backbone.modules() if id(module) not in outside]
         self._layers = list(backbone.layers)
-        self._children = [module._modules for module in backbone.modules() if module._modules]
+        self._modules = modules
+        self._tree = [module._modules for module in backbone.modules() if module._modules]
+        self._children, self._forwards = self._now()
         self._tables = [t for module in modules for t in (module._parameters, module._buffers) if t]
         self._hooks = [
             table for module in modules
@@ -211,7 +220,7 @@ class _Watched:
         trained = self.trained()
         if "forward" in backbone.__dict__ and "_fastlm_graphs" not in backbone.__dict__:
             return "the backbone's forward was replaced by something else"
-        if any(self._hooks) or any("_hf_hook" in module.__dict__ for module in modules):
+        if any(has_hooks(module) for module in modules):
             return "there are hooks inside its layers"
         if any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules):
             return "there is dropout inside its layers"
@@ -226,8 +235,13 @@ class _Watched:
     def _tensors(self) -> list[Tensor]:
         return [tensor for table in self._tables for tensor in table.values() if tensor is not None]
 
+    def _now(self) -> tuple[list[Any], list[Any]]:
+        children = [child for table in self._tree for child in table.values()]
+        return children, [module.__dict__.get("forward") for module in self._modules]
+
     def trained(self) -> list[Tensor]:
-        return [tensor for tensor in self._tensors() if tensor.requires_grad]
+        """Each once, however many modules share it."""
+        return list(dict.fromkeys(tensor for tensor in self._tensors() if tensor.requires_grad))
 
     def usual(self, backbone: Any) -> bool:
         """Whether a call here and now is like one that is captured."""
@@ -237,6 +251,10 @@ class _Watched:
             and torch.is_grad_enabled()
             and not any(self._hooks)
             and not global_hooks()
+            and self._now() == (self._children, self._forwards)
+            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            and bool(trained := self.trained())
+            and not any(tensor._backward_hooks for tensor in trained)
             and not torch.compiler.is_compiling()
             and all(policy_of(layer, False) == "keep" for layer in self._layers)
             and not (getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False))
@@ -245,10 +263,15 @@ class _Watched:
     def facts(self) -> tuple[Any, ...]:
         tensors = self._tensors()
         return (
-            [child for table in self._children for child in table.values()],
             [(tensor.data_ptr(), tensor.requires_grad) for tensor in tensors],
+            [(id(state), state.absmax.data_ptr()) for t in tensors if (state := getattr(t, "quant_state", None))],
             [
-                (m._disable_adapters, list(m.merged_adapters), m.active_adapter, list(m.scaling.values()))
+                (
+                    m._disable_adapters,
+                    list(getattr(m, "merged_adapters", ())),
+                    m.active_adapter,
+                    list(getattr(m, "scaling", {}).values()),
+                )
                 for m in self._adapted
             ],
         )

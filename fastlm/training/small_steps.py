@@ -40,6 +40,8 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
         core: Any = patched_core(trainer.model)
         if state is not None and core is not None:
             LayerGraphs.unbind(core.base_model)
+        if state is not None and state.graphs:
+            state.graphs.release()
 
 
 def training_step(
@@ -48,8 +50,10 @@ def training_step(
     """SFTTrainer.training_step, after a look whether graphs are of use, once there is something to judge by."""
     state = state_of(trainer)
     if state is not None and state.graphs is None and trainer.state.global_step > 0:
-        settled = state.activations is None or state.activations.policy != "first"
-        if settled:
+        # without a policy nobody could do a step again for which graphs left too little memory
+        if state.activations is None:
+            state.graphs = False
+        elif state.activations.policy != "first":
             state.graphs = _graphs(trainer, state, inputs) or False
     return memory.training_step(original, trainer, model, inputs, *args, **kwargs)
 
@@ -71,7 +75,7 @@ def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> LayerGraphs |
     if not sizes and (sizes is not None or boundaries.token_count > limit):
         return None
     graphs = LayerGraphs(core.base_model, limit, state.voice.say)
-    obstacle = graphs.obstacle or _repeatable() or _too_large(core, state, boundaries.token_count, limit, largest)
+    obstacle = graphs.obstacle or _repeatable() or _too_large(core, state, limit, largest)
     if obstacle is not None:
         state.voice.say(f"steps of few tokens run without CUDA graphs: {obstacle}")
         return None
@@ -111,15 +115,11 @@ def _expected(trainer: Any, limit: int) -> list[Size] | None:
     return [s for s, n in met.items() if s is not None and s.tokens <= limit and n * batches >= _DRAWS]
 
 
-def _too_large(core: Any, state: State, tokens: int, limit: int, largest: int) -> str | None:
-    """Why the activations of a pass of limit tokens cannot be held beside what larger steps need."""
+def _too_large(core: Any, state: State, limit: int, largest: int) -> str | None:
+    """Why the activations of a pass of limit tokens cannot be held beside those of a step without a graph."""
     layers = decoder_layers(core)
-    kept = [layer._fastlm.kept or 0 if "_fastlm" in layer.__dict__ else 0 for layer in layers]
-    if state.activations is not None and all(kept):
-        per_token = sum(kept) / state.activations.tokens
-    else:
-        per_token = (torch.cuda.max_memory_allocated(core.device) - torch.cuda.memory_allocated(core.device)) / tokens
-    needed = memory.MARGIN * per_token * (limit + (largest if largest > limit else 0)) + memory.RESERVE
+    kept = sum((layer._fastlm.kept or 0) if "_fastlm" in layer.__dict__ else 0 for layer in layers)
+    needed = memory.MARGIN * kept / max(state.activations.tokens, 1) * (limit + largest) + memory.RESERVE
     free = memory.free_bytes(core.device)
     if needed < free:
         return None

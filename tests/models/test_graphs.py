@@ -358,6 +358,49 @@ def test_unpatch_copies_and_pickles() -> None:
     assert "forward" not in backbone.__dict__ and "_fastlm_graphs" not in backbone.__dict__
 
 
+def test_a_tail_is_no_longer_than_the_bound() -> None:
+    for tokens in (9_000, 16_400, 33_000, 70_000):
+        size = size_of(tokens, 64, 400)
+        assert size is not None and size.tokens - tokens <= size.longest
+
+
+@pytest.mark.parametrize("case", ["tensor_hook", "shared", "adapter", "saved_tensors"])
+def test_what_a_graph_would_get_wrong_runs_without(case: str) -> None:
+    stock, fast, made = pair()
+    for model in (stock, fast):
+        layers = core_of(model).base_model.layers
+        if case == "tensor_hook":
+            next(p for p in model.parameters() if p.requires_grad).register_hook(lambda gradient: gradient * 2)
+        if case == "shared":
+            first, second = (layer.self_attn.q_proj.lora_A["default"] for layer in layers)
+            second.weight = first.weight
+    if case == "shared":
+        made = bound(fast)
+    made.plan([size_of(31, 5, 14)])
+    if case == "adapter":
+        loss_and_gradients(fast, flattened(ROWS), COUNT)
+        for model in (stock, fast):
+            model.add_adapter("other", model.peft_config["default"])
+            model.set_adapter("other")
+            for name, parameter in model.named_parameters():
+                if "lora_B.other" in name:
+                    parameter.data.fill_(0.01)
+                if "lora_A.other" in name:
+                    parameter.data.copy_(torch.linspace(-0.1, 0.1, parameter.numel()).view_as(parameter))
+    truth = loss_and_gradients(stock, alone(ROWS), COUNT)
+    before = made.replays
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with hooks if case == "saved_tensors" else nullcontext():
+        for _ in range(2):
+            found = loss_and_gradients(fast, flattened(ROWS), COUNT)
+    if case == "tensor_hook":
+        hooked_name = next(n for n, p in fast.named_parameters() if p.requires_grad)
+        for result in (found, truth):
+            result[1].pop(hooked_name)  # the stock loss has a backward a sample, which is one hook each
+    assert_close(found, truth, 1e-5)
+    assert made.replays == before + (2 if case == "shared" else 0)
+
+
 # --- on a GPU
 
 
