@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from types import MethodType
@@ -75,7 +74,7 @@ class LayerGraphs:
         self._facts: Any = None
         self._changes = 0
         self._graphs: dict[Any, Graph] = {}
-        self._seen: Counter[Any] = Counter()
+        self._seen: set[Any] = set()
         self._planned: list[Size] = []
         self._buffers: Buffers | None = None
         self._pass: Callable[[], Any] = _nothing  # a weak reference to the forward whose backward is to come
@@ -116,10 +115,18 @@ class LayerGraphs:
             torch.cuda.empty_cache()
         return held
 
+    def stop(self) -> bool:
+        """From here on no step runs as a graph; frees them as ``release`` does."""
+        self.limit = 0
+        return self.release()
+
     def run(self, backbone: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """Last hidden states [1, T, hidden] of a call that prepare_backbone made; None where no graph serves it."""
         boundaries: SequenceBoundaries = kwargs["boundaries"]
-        if boundaries.token_count > self.limit or self._pass() is not None or not self._watched.usual(backbone):
+        if boundaries.token_count > self.limit or self._pass() is not None:
+            return None
+        trained = self._watched.trained()
+        if not self._watched.usual(backbone, trained):
             return None
         size = size_of(boundaries.token_count, boundaries.sample_count, boundaries.max_length)
         if size is None:
@@ -130,7 +137,7 @@ class LayerGraphs:
             self.release()
             self._facts, self._planned = facts, planned
             if self._changes > _CHANGES:
-                self.limit = 0
+                self.stop()
                 self.say("steps run without CUDA graphs: adapters or addresses change all the time")
                 return None
         embedded = backbone.get_input_embeddings()(kwargs["input_ids"])
@@ -140,10 +147,9 @@ class LayerGraphs:
             torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         try:
-            graph = self._graph(backbone, size, mode, embedded)
+            graph = self._graph(backbone, size, mode, embedded, trained)
         except (RuntimeError, ValueError) as error:  # what CUDA and torch refuse to capture; memory, too
-            self.limit = 0
-            self.release()
+            self.stop()
             self.say(f"steps run without CUDA graphs, since capturing failed: {type(error).__name__}: {error}")
             graph = None
         if graph is None:
@@ -151,7 +157,7 @@ class LayerGraphs:
         current = _Pass()
         self._pass = weakref.ref(current)
         self.replays += 1
-        out: Tensor = _Replay.apply(self, graph, current, boundaries, embedded, *self._watched.trained())
+        out: Tensor = _Replay.apply(self, graph, current, boundaries, embedded, *trained)
         return out
 
     def backward(self, graph: Graph, current: _Pass, dout: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -163,19 +169,19 @@ class LayerGraphs:
         self._pass = _nothing
         return graph.backward(dout)
 
-    def _graph(self, backbone: Any, size: Size, mode: tuple[Any, ...], embedded: Tensor) -> Graph | None:
+    def _graph(
+        self, backbone: Any, size: Size, mode: tuple[Any, ...], embedded: Tensor, trained: list[Tensor]
+    ) -> Graph | None:
         """The graph for this size, captured where it was planned or comes a second time."""
-        self._seen[size, mode] += 1
         planned, self._planned = self._planned, []
-        again = self._seen[size, mode] > 1 and (size, mode) not in self._graphs
+        again = (size, mode) in self._seen and (size, mode) not in self._graphs
+        self._seen.add((size, mode))
         began, held = perf_counter(), _reserved(embedded.device)
         for one in planned or ([size] if again else []):
             if self._buffers is None:
                 self._buffers = Buffers(embedded, max(self.limit, one.tokens))
             if (one, mode) not in self._graphs and one.tokens <= self._buffers.hidden.shape[1]:
-                self._graphs[one, mode] = Graph(
-                    backbone, one, self._buffers, embedded.requires_grad, self._watched.trained()
-                )
+                self._graphs[one, mode] = Graph(backbone, one, self._buffers, embedded.requires_grad, trained)
         if planned:
             seconds, gib = perf_counter() - began, (_reserved(embedded.device) - held) / 2**30
             self.say(
@@ -243,8 +249,8 @@ class _Watched:
         """Each once, however many modules share it."""
         return list(dict.fromkeys(tensor for tensor in self._tensors() if tensor.requires_grad))
 
-    def usual(self, backbone: Any) -> bool:
-        """Whether a call here and now is like one that is captured."""
+    def usual(self, backbone: Any, trained: list[Tensor]) -> bool:
+        """Whether a call here and now is like one that is captured; trained: what ``trained`` says of now."""
         config = backbone.config
         return (
             backbone.training
@@ -253,7 +259,7 @@ class _Watched:
             and not global_hooks()
             and self._now() == (self._children, self._forwards)
             and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-            and bool(trained := self.trained())
+            and bool(trained)
             and not any(tensor._backward_hooks for tensor in trained)
             and not torch.compiler.is_compiling()
             and all(policy_of(layer, False) == "keep" for layer in self._layers)

@@ -26,7 +26,7 @@ from ..models.patch import decoder_layers, patched_core
 from ..packing.dataset import EVEN_AT, lengths_of
 from .step import State, state_of
 
-__all__ = ["MARGIN", "RESERVE", "Activations", "free_bytes", "largest_batch", "training_step"]
+__all__ = ["MARGIN", "RESERVE", "Activations", "free_bytes", "kept_bytes", "largest_batch", "training_step"]
 
 MARGIN = 1.05  # fragmentation, and what the counts leave out
 RESERVE = 2**29  # bytes: libraries' workspaces
@@ -175,10 +175,16 @@ def _begin_to_count(trainer: Any, layers: list[Any], activations: Activations, i
             mlp.products_kept = True
 
 
+def kept_bytes(layers: list[Any]) -> list[int]:
+    """What each layer would keep of the batch that was counted; 0 where nobody counted."""
+    ours = (layer.__dict__.get("_fastlm") for layer in layers)
+    return [(one.kept or 0) if one is not None else 0 for one in ours]
+
+
 def _choose(trainer: Any, layers: list[Any], state: State, activations: Activations) -> None:
     """Set the policy for the rest of the run, the same on every rank."""
     ours = [layer.__dict__.get("_fastlm") for layer in layers]
-    kept = [(one.kept or 0) if one is not None else 0 for one in ours]
+    kept = kept_bytes(layers)
     products = [one.products if one is not None else 0 for one in ours]
     made = [size - one.unmade if one is not None else 0 for size, one in zip(kept, ours, strict=True)]
     gauge, needed = _gauge(trainer), list[int]()
@@ -253,8 +259,7 @@ def _again_if_too_large(
                 set_device_states(devices, states)
                 torch.cuda.empty_cache()
             tokens = inputs["input_ids"].numel()
-            if state.graphs and state.graphs.release():
-                state.graphs.limit = 0
+            if state.graphs and state.graphs.stop():
                 state.voice.say(f"a batch of {tokens} tokens needs the memory of the CUDA graphs: from here on without")
                 continue
             kept = activations.policy in _KEEPING

@@ -34,14 +34,16 @@ _WALK = "_fastlm_walk"
 def create_optimizer(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Trainer.create_optimizer; during training what it is made of is final, so that the model is walked here."""
     state, there = state_of(trainer), trainer.optimizer is not None
-    rate = getattr(trainer.args, "embedding_learning_rate", None)
     optimizer = original(trainer, *args, **kwargs)
-    if state is not None and rate is not None and not there:
+    if state is None:
+        return optimizer
+    rate = getattr(trainer.args, "embedding_learning_rate", None)
+    if rate is not None and not there:
         set_embedding_rate(optimizer, state.model, rate)
         state.rate_set = True
-    elif state is not None and rate is not None and not state.rate_set:
+    elif rate is not None and not state.rate_set:
         raise ValueError("embedding_learning_rate needs the trainer's own optimizer: set the rate in yours instead")
-    if state is not None and not trainer.is_fsdp_enabled and not trainer.is_deepspeed_enabled:
+    if not trainer.is_fsdp_enabled and not trainer.is_deepspeed_enabled:
         without_stops(optimizer)
         if trainer.is_in_train and trainer.accelerator.distributed_type == "NO":
             shorten_walks(trainer.model)

@@ -117,8 +117,7 @@ def _expected(trainer: Any, limit: int) -> list[Size] | None:
 
 def _too_large(core: Any, state: State, limit: int, largest: int) -> str | None:
     """Why the activations of a pass of limit tokens cannot be held beside those of a step without a graph."""
-    layers = decoder_layers(core)
-    kept = sum((layer._fastlm.kept or 0) if "_fastlm" in layer.__dict__ else 0 for layer in layers)
+    kept = sum(memory.kept_bytes(decoder_layers(core)))
     needed = memory.MARGIN * kept / max(state.activations.tokens, 1) * (limit + largest) + memory.RESERVE
     free = memory.free_bytes(core.device)
     if needed < free:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from fastlm.models import capture
 from fastlm.models.graphs import LayerGraphs, Size, largest_size, size_of
 from fastlm.packing.collators import PaddingFreeCollator
 from tests.models.batches import LAYOUTS, alone, flattened, loss_and_gradients, samples, target_count
+from tests.models.captures import run_again
 from tests.tiny import FAMILIES, add_lora, enable_checkpointing, relative_error, tiny_model
 
 ROWS = samples()
@@ -29,14 +30,8 @@ COUNT = target_count(ROWS)
 
 @pytest.fixture(autouse=True)
 def _runs_again(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "gpu" in request.keywords:
-        return
-
-    def record(work: Callable[[], None]) -> Callable[[], None]:
-        work()
-        return torch.enable_grad()(work)
-
-    monkeypatch.setattr(capture, "recorder", lambda device: record)
+    if "gpu" not in request.keywords:
+        run_again(monkeypatch)
 
 
 def core_of(model: Any) -> Any:

@@ -1,11 +1,10 @@
 """fastlm/training/small_steps.py: which runs go as CUDA graphs, what is captured ahead, and what a run then gives.
 
-On a CPU captures are stood in for as in tests/models/test_graphs.py.
+On a CPU captures are stood in for (tests/models/captures.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,11 @@ import pytest
 import torch
 
 import fastlm
-from fastlm.models import capture
 from fastlm.models.graphs import Size
 from fastlm.training import memory, small_steps
 from fastlm.training.step import state_of
 
+from ..models.captures import run_again
 from . import runs
 
 ROWS = runs.rows(tuple(int(n) for n in np.random.default_rng(0).integers(4, 40, 64)))
@@ -27,12 +26,7 @@ ROWS = runs.rows(tuple(int(n) for n in np.random.default_rng(0).integers(4, 40, 
 def _as_on_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "gpu" in request.keywords:
         return
-
-    def record(work: Callable[[], None]) -> Callable[[], None]:
-        work()
-        return torch.enable_grad()(work)
-
-    monkeypatch.setattr(capture, "recorder", lambda device: record)
+    run_again(monkeypatch)
     monkeypatch.setattr(small_steps, "_worthwhile", lambda core: 512)
     monkeypatch.setattr(memory, "free_bytes", lambda device: 2**40)
     gauge = memory._Gauge(allocated=100, peak=300, free=2**40)
@@ -43,12 +37,11 @@ class Noted(runs.Recorder):
     """And what was replayed by the end."""
 
     replays = 0
-    limit = 0
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         graphs = state_of(self.trainer).graphs  # type: ignore[attr-defined, union-attr]
         if graphs:
-            self.replays, self.limit = graphs.replays, graphs.limit
+            self.replays = graphs.replays
 
 
 def run(out: Any, model: Any, **given: Any) -> tuple[Any, Noted]:
