@@ -25,12 +25,13 @@ from .low_rank import (
     Projection,
     a_gradients,
     b_gradients,
+    cast_adapters,
+    common,
     dense,
     in_dtype,
     input_gradient,
     low_gradient,
     split_low,
-    stack,
     summed,
 )
 from .rope import rope_fwd, rope_reference
@@ -115,9 +116,8 @@ class LoraLinearFunction(torch.autograd.Function):
         a, b = adapters[:count], adapters[count:]
         with torch.autocast(x.device.type, enabled=False):
             rows = _rows(x, frozen.dtype)
-            stacked = stack(a, frozen.dtype)
+            stacked, cast = cast_adapters(a, b, frozen.dtype)
             low = None if stacked is None else rows @ stacked.t()  # [T, sum of r]
-            cast = [in_dtype(tensor, frozen.dtype) for tensor in b]
             outputs = []
             for i, part in enumerate(split_low(low, cast)):
                 weight = dense(frozen.weights[i], frozen.dtype)
@@ -140,12 +140,13 @@ class LoraLinearFunction(torch.autograd.Function):
             douts = (*_turned(douts[:2], cos, sin, frozen.head_dim, backward=True), *douts[2:])
         dys = [_rows(dout, frozen.dtype) for dout in douts]
         dlow = low_gradient(dys, b, frozen.scales)
-        db = b_gradients([None] * count, dys, split_low(low, b), frozen.scales)
-        da = a_gradients(None if dlow is None else summed(None, dlow.t(), rows), b, ctx.dtypes[:count])
+        a_dtypes, b_dtypes = ctx.dtypes[:count], ctx.dtypes[count:]
+        db = b_gradients([None] * count, dys, split_low(low, b), frozen.scales, b_dtypes)
+        da = a_gradients(None if dlow is None else summed(None, dlow.t(), rows, dtype=common(a_dtypes)), b, a_dtypes)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = input_gradient(dys, frozen.weights, frozen.dtype, dlow, stacked).view(ctx.shape).to(ctx.dtype)
-        return dx, None, None, None, *da, *map(in_dtype, db, ctx.dtypes[count:])
+        return dx, None, None, None, *da, *map(in_dtype, db, b_dtypes)
 
 
 def _dtypes(tensors: Sequence[Tensor | None]) -> list[torch.dtype | None]:
@@ -221,9 +222,8 @@ class LoraMLPFunction(torch.autograd.Function):
         dtype = frozen.dtype
         with torch.autocast(x.device.type, enabled=False):
             rows = _rows(x, dtype)
-            stacked = stack(a[:2], dtype)
+            stacked, cast = cast_adapters(a[:2], (*b, a[2]), dtype)
             low = None if stacked is None else rows @ stacked.t()
-            cast = [in_dtype(tensor, dtype) for tensor in (*b, a[2])]
             several = len(rows) > TILE
             kept = frozen.products_kept and (frozen.output_needed or not several)
             low_down, gate, up, out = None, None, None, None
@@ -256,7 +256,7 @@ class LoraMLPFunction(torch.autograd.Function):
         # dense once for all tiles
         weights = [dense(weight, dtype) for weight in frozen.weights] if several else frozen.weights
         dlow_down = low_gradient([dy], b[2:], frozen.scales[2:])
-        db_down = b_gradients([None], [dy], [low_down], frozen.scales[2:])
+        db_down = b_gradients([None], [dy], [low_down], frozen.scales[2:], b_dtypes[2:])
         owned = not (frozen.output_needed and frozen.products_kept)  # nobody else's, or of a graph of one backward
         sums: list[Tensor | None] = [None] * 3  # dB of gate and up, dA of down
 
@@ -269,13 +269,13 @@ class LoraMLPFunction(torch.autograd.Function):
                 gate, up = _gate_and_up(frozen, weights, b, rows, low)
             dgate, dup, hidden = _gated_backward(dhidden, gate, up, frozen.activation, a_down is not None, owned)
             if dlow_down is not None and hidden is not None:
-                sums[2] = summed(sums[2], dlow_down.t(), hidden, several=several)
+                sums[2] = summed(sums[2], dlow_down.t(), hidden, several=several, dtype=a_dtypes[2])
                 if low_down is not None:
                     torch.mm(hidden, a_down.t(), out=low_down)
             del hidden, dhidden
             dlow = low_gradient([dgate, dup], b[:2], frozen.scales[:2], dlow)
             lows = split_low(low, b[:2])
-            sums[:2] = b_gradients(sums[:2], [dgate, dup], lows, frozen.scales[:2], several=several)
+            sums[:2] = b_gradients(sums[:2], [dgate, dup], lows, frozen.scales[:2], b_dtypes[:2], several=several)
             dx = input_gradient([dgate, dup], weights[:2], dtype, dlow, stacked, dx) if dx_wanted else None
             return dlow, dx
 
@@ -288,8 +288,9 @@ class LoraMLPFunction(torch.autograd.Function):
             for tile in _tiles(dy, dlow_down, rows, low, gate, up, late, dlow, dx):
                 run(*tile)
             if late is not None:
-                db_down = b_gradients([None], [dy], [late], frozen.scales[2:])
-        da = a_gradients(None if dlow is None else summed(None, dlow.t(), rows), b[:2], a_dtypes[:2])
+                db_down = b_gradients([None], [dy], [late], frozen.scales[2:], b_dtypes[2:])
+        both = None if dlow is None else summed(None, dlow.t(), rows, dtype=common(a_dtypes[:2]))
+        da = a_gradients(both, b[:2], a_dtypes[:2])
         da_down = a_gradients(sums[2], b[2:], a_dtypes[2:])
         dx = None if dx is None else dx.view(ctx.shape).to(ctx.dtype)
         return dx, None, *da, *da_down, *map(in_dtype, (*sums[:2], *db_down), b_dtypes)

@@ -27,7 +27,8 @@ from .launch import (
 )
 
 __all__ = ["RMSNormFunction", "RMSNormOptions", "add_rms_norm", "check_norm", "rms_norm",
-           "rms_norm_add", "rms_norm_bwd", "rms_norm_fwd", "rms_norm_reference", "sum_partials"]  # fmt: skip
+           "rms_norm_add", "rms_norm_beside", "rms_norm_bwd", "rms_norm_fwd", "rms_norm_reference",
+           "sum_partials"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class RMSNormOptions:
     eps: float
     offset: float
     cast_before_scale: bool
-    add: str = ""  # a residual is added "before" the norm (the sum is returned too), or "after" it
+    add: str = ""  # a residual is added "before" the norm (the sum is returned too) or "after" it; x stays "beside" it
     centred: bool = False  # the mean is subtracted first: LayerNorm
 
 
@@ -222,20 +223,20 @@ def rms_norm_fwd(
     summed = torch.empty(x.shape, dtype=added, device=x.device) if options.add == "before" else x
     dtype = torch.promote_types(added, weight.dtype) if options.cast_before_scale else added
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    row_count = x.numel() // max(x.shape[-1], 1)
+    width, row_count = x.shape[-1], x.numel() // max(x.shape[-1], 1)
     statistics = torch.empty(1 + options.centred, row_count, dtype=torch.float32, device=x.device)
     if x.numel() == 0:
         return y, summed, statistics
     rows, residual_rows = as_rows(x, x if residual is None else residual)
     weight = weight.contiguous()
-    width = x.shape[-1]
     launch = _Launch.of(width, 8192 if width <= 1024 else 4096)
     with device_guard(x):
         _rms_norm_forward_kernel[(triton.cdiv(row_count, launch.rows),)](
             rows, residual_rows, weight, y, summed, statistics, row_count, rows.shape[1],
             rows.stride(0), rows.stride(1), residual_rows.stride(0), residual_rows.stride(1), options.eps,
             WIDTH=width, BLOCK=launch.block, ROWS=launch.rows, WEIGHT_ROWS=weight.numel() // width,
-            OFFSET=options.offset, CAST_BEFORE_SCALE=options.cast_before_scale, ADD=options.add,
+            OFFSET=options.offset, CAST_BEFORE_SCALE=options.cast_before_scale,
+            ADD=options.add if residual is not None else "",
             CENTRED=options.centred, FLAT=rows.shape[1] == 1,
             LONG_INDEXING=long_indexing(rows, residual_rows, y), num_warps=launch.warps,
         )  # fmt: skip
@@ -291,7 +292,7 @@ class RMSNormFunction(torch.autograd.Function):
         ctx.save_for_backward(summed, weight, statistics)
         ctx.options = options
         ctx.set_materialize_grads(False)
-        return (y, summed) if options.add == "before" else y
+        return y if options.add in ("", "after") else (y, summed)
 
     @staticmethod
     @once_differentiable
@@ -299,11 +300,11 @@ class RMSNormFunction(torch.autograd.Function):
         ctx: Any, dy: Tensor | None, dsummed: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor | None, None, Tensor | None]:
         if dy is None:  # nobody used the norm
-            return dsummed, None, None, dsummed
+            return dsummed, None, None, dsummed if ctx.options.add == "before" else None
         (x, weight, statistics), wanted = ctx.saved_tensors, ctx.needs_input_grad[1]
         dx, dw = rms_norm_bwd(dy, x, weight, statistics, ctx.options, weight_gradient=wanted, dsummed=dsummed)
         # one tensor for two inputs, as torch's own add returns it: autograd steals or writes to no shared gradient
-        return dx, dw, None, {"": None, "before": dx, "after": dy}[ctx.options.add]
+        return dx, dw, None, {"before": dx, "after": dy}.get(ctx.options.add)
 
 
 def rms_norm(
@@ -351,14 +352,23 @@ def add_rms_norm(
     return RMSNormFunction.apply(x, weight, RMSNormOptions(eps, offset, cast_before_scale, "before"), residual)
 
 
+def rms_norm_beside(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0, cast_before_scale: bool = True
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of x, and x itself, whose gradient backward adds to the norm's in the same pass; args as there."""
+    check_norm("rms_norm_beside", x, weight, offset=offset, cast_before_scale=cast_before_scale)
+    if not use_triton(x, weight):
+        return rms_norm(x, weight, eps, offset=offset, cast_before_scale=cast_before_scale), x
+    return RMSNormFunction.apply(x, weight, RMSNormOptions(eps, offset, cast_before_scale, "beside"), None)
+
+
 def rms_norm_add(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *,
     offset: float = 0.0, cast_before_scale: bool = True,
 ) -> Tensor:  # fmt: skip
     """residual + `rms_norm` of x, in one pass (gemma2, gemma3, olmo2, glm4); differentiable in all three.
 
-    Args and errors as `rms_norm`; residual has x's shape. The norm is rounded before it is added, as in torch.
-    """
+    Args and errors as `rms_norm`; residual has x's shape. The norm is rounded before it is added, as in torch."""
     check_norm("rms_norm_add", x, weight, residual, offset=offset, cast_before_scale=cast_before_scale)
     if not use_triton(x, residual, weight):
         return residual + rms_norm(x, weight, eps, offset=offset, cast_before_scale=cast_before_scale)
@@ -381,13 +391,10 @@ def check_norm(
     name: str, x: Tensor, weight: Tensor, residual: Tensor | None = None, *, offset: float, cast_before_scale: bool
 ) -> None:  # fmt: skip
     """Raises ValueError where x, weight [H], residual and options do not fit together."""
-    if x.dim() == 0 or weight.shape != x.shape[-1:]:
-        raise ValueError(
-            f"{name}: weight has shape {tuple(weight.shape)}, expected the last size of x {tuple(x.shape)}"
-        )
+    shape, given = tuple(x.shape), tuple(weight.shape)
+    if x.dim() == 0 or given != shape[-1:]:
+        raise ValueError(f"{name}: weight has shape {given}, expected the last size of x {shape}")
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"{name}: residual has shape {tuple(residual.shape)}, expected x's {tuple(x.shape)}")
+        raise ValueError(f"{name}: residual has shape {tuple(residual.shape)}, expected x's {shape}")
     if offset and cast_before_scale:
-        raise ValueError(
-            f"{name}: offset={offset} is added to the weight in fp32: pass cast_before_scale=False with it"
-        )
+        raise ValueError(f"{name}: offset={offset} is added to an fp32 weight: pass cast_before_scale=False with it")

@@ -194,14 +194,14 @@ def _rows(
     """
     if layout is not None and labels is not None:
         layout = layout.on(hidden.device)
-        return hidden[0].index_select(0, layout.predictors), *layout.shifted_targets(labels.to(hidden.device))
+        return hidden.squeeze(0).index_select(0, layout.predictors), *layout.shifted_targets(labels.to(hidden.device))
     if shift_labels is not None:
         return hidden.reshape(-1, hidden.shape[-1]), shift_labels.reshape(-1), None
     if boundaries is not None:
         boundaries = boundaries_on(boundaries, hidden.device)
     if boundaries is not None and boundaries.label_positions is not None and boundaries.targets is not None:
         positions = boundaries.label_positions
-        return hidden[0].index_select(0, positions), boundaries.targets, positions
+        return hidden.squeeze(0).index_select(0, positions), boundaries.targets, positions
     if labels is None:
         raise ValueError("fused_lm_head=True needs labels, shift_labels, or boundaries with label positions")
     if boundaries is not None:  # a sample's first token is never a target, whatever the foreign collator left there

@@ -18,7 +18,7 @@ from ..kernels.attention import attention
 from ..kernels.glu import glu, glu_packed
 from ..kernels.lora import TILE, Rotation, lora_linear, lora_mlp
 from ..kernels.norm_rope import norm_rope
-from ..kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_add
+from ..kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_add, rms_norm_beside
 from ..kernels.rope import rope
 from ..packing.boundaries import SequenceBoundaries
 from .adapters import fusable, global_hooks, has_hooks
@@ -141,9 +141,12 @@ def _layer_body(
     self: Any, form: LayerForm, options: list[dict[str, Any]], hidden_states: Tensor, **kwargs: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The layer's output; of a run for its graph alone the two summands, where nobody would read the sum."""
-    residual = hidden_states
+    residual = normed = hidden_states
     after_attention = self.post_attention_layernorm
-    normed = self.input_layernorm(hidden_states) if form.norm_in else hidden_states
+    if form.norm_in and (before := _open_norms(self.input_layernorm)):
+        normed, residual = rms_norm_beside(hidden_states, self.input_layernorm.weight, **before[0])
+    elif form.norm_in:
+        normed = self.input_layernorm(hidden_states)
     attended, _ = self.self_attn(hidden_states=normed, **kwargs)
     if form.norm_out:  # a norm reads the MLP's output, so that is needed in any case
         residual = rms_norm_add(attended, residual, after_attention.weight, **options[0])
@@ -214,8 +217,9 @@ def _attention_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: A
     boundaries: SequenceBoundaries | None = kwargs.pop("boundaries", None)
     weights = None
     if boundaries is not None:
+        query, key, value = (x.squeeze(0) for x in (query, key, value))  # indexing would fill and copy in backward
         output = attention(
-            query[0], key[0], value[0], boundaries.cu_seqlens, boundaries.max_length, lengths=boundaries.lengths,
+            query, key, value, boundaries.cu_seqlens, boundaries.max_length, lengths=boundaries.lengths,
             scale=self.scaling, backend=patch.backend, **features,
         )[None]  # fmt: skip
     else:  # padded rows: the stock kernel with the stock mask

@@ -96,7 +96,7 @@ class PaddedLayout:
         """values [1, T, H], on any device -> [B, S, H], zero at padding."""
         rows, width = self.real.shape
         padded = values.new_zeros(rows * width, values.shape[-1])
-        return padded.index_copy(0, self.on(values.device).indices, values[0]).view(rows, width, -1)
+        return padded.index_copy(0, self.on(values.device).indices, values.squeeze(0)).view(rows, width, -1)
 
     def shifted_targets(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """labels [B, S] -> the N targets, and the places of their predictors in [B, S - 1] flattened."""

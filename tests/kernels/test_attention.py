@@ -288,8 +288,9 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_choice() -> None:
-    assert choice() == choice((8, 0)) == choice(window=4) == choice(long_samples=True) == "varlen"
-    assert choice(dtype=torch.float16) == choice(head_dim=256) == choice((12, 0)) == "varlen"
+    assert choice() == choice(window=4) == choice(dtype=torch.float16, head_dim=64, long_samples=True) == "triton"
+    assert choice(head_dim=256) == choice(head_dim=80) == choice((8, 0)) == choice((10, 0)) == "varlen"
+    assert choice((12, 0), dtype=torch.float16) == choice(backend="varlen") == "varlen"
     assert choice(softcap=50.0) == choice(sinks=True) == choice((8, 0), softcap=50.0, window=4) == "triton"
     assert choice(head_dim=68) == "triton" and choice(dtype=torch.float32, softcap=50.0) == "eager"
     assert choice((7, 5), torch.float16) == choice((7, 0), torch.float16, window=4) == "efficient"
@@ -305,7 +306,8 @@ def test_choice() -> None:
 def test_choice_with_packages(packages: set[str]) -> None:
     packages |= {"flash4", "flash3", "flash2", "xformers"}
     assert choice(long_samples=True) == choice((10, 0), long_samples=True, window=4096) == "flash4"
-    assert choice() == choice((8, 0), long_samples=True) == choice((12, 0), long_samples=True) == "varlen"
+    assert choice() == "triton" and choice((10, 0)) == choice(head_dim=256) == "varlen"
+    assert choice((8, 0), long_samples=True) == choice((12, 0), long_samples=True) == "varlen"
     assert choice(long_samples=True, softcap=30.0) == "triton"
     assert choice((9, 0), head_dim=192, long_samples=True) == "flash4"
     assert choice((10, 0), head_dim=192, long_samples=True) == "varlen"
@@ -314,6 +316,7 @@ def test_choice_with_packages(packages: set[str]) -> None:
     packages.remove("triton")  # on Windows
     choose_backend.cache_clear()
     assert choice(softcap=30.0) == choice((8, 0), softcap=30.0) == choice(sinks=True) == "eager"
+    assert choice() == "varlen"
     assert choice(softcap=30.0, backend="flash3") == "flash3" and choice((7, 5), torch.float16) == "efficient"
 
 

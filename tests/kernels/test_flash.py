@@ -119,6 +119,23 @@ def test_grouped_heads(key_heads: int) -> None:
 
 
 @kernel_test
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("features", [{}, dict(window=6), dict(softcap=2.0)], ids=str)
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_few_programs(monkeypatch: pytest.MonkeyPatch, key_heads: int, features: dict[str, Any]) -> None:
+    """Each query head's dK and dV apart, then their sum: the same terms in another order."""
+    inputs, dout = leaves(key_heads=key_heads), torch.randn(43, 4, 16, device=DEVICE).to(EXACT)
+    results = []
+    for few in (0, 10**6):
+        monkeypatch.setattr(flash, "_FEW_PROGRAMS", few)
+        results.append(both_ways(inputs, LENGTHS, dout, **features))
+        three_way(inputs, **features)
+    for together, apart in zip(*results, strict=True):
+        assert apart.is_contiguous() and relative_error(apart, together) <= 2 * torch.finfo(EXACT).eps
+    assert torch.equal(results[0][1], results[1][1])  # dQ
+
+
+@kernel_test
 @pytest.mark.parametrize("head_dim", [8, 20, 80, 96, 192])  # padded to a power of two, 16 at least
 def test_head_sizes(head_dim: int) -> None:
     three_way(leaves((5, 20), 2, 1, head_dim), (5, 20))
@@ -271,8 +288,9 @@ def test_gpu_no_leak_and_the_same_bits_twice(head_dim: int) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_many_samples() -> None:
+def test_gpu_many_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search of three steps, and idle tiles for most of the grid."""
+    monkeypatch.setattr(flash, "_FEW_PROGRAMS", 0)  # else the last sample alone would sum in another order
     lengths = (1,) * 20_000 + (0,) * 1000 + (300,)
     inputs = leaves(lengths, 2, 1, 64, torch.bfloat16)
     dout = torch.randn_like(inputs[0])
@@ -286,8 +304,9 @@ def test_gpu_many_samples() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_c_int32_offset_full_size() -> None:
+def test_gpu_c_int32_offset_full_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Past 2^31 elements: the last samples equal the same samples alone."""
+    monkeypatch.setattr(flash, "_FEW_PROGRAMS", 0)
     lengths = (1000,) * (2**31 // (32 * 128 * 1000) + 2)
     inputs = leaves(lengths, 32, 2, 128, torch.bfloat16)
     dout = torch.randn_like(inputs[0])

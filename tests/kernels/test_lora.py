@@ -92,6 +92,40 @@ def test_strided_and_expanded_inputs_and_gradients():
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("ranks", [(4, 4, 4), (3, None, 5), (None, 4, None)], ids=str)
+def test_adapters_in_fp32_over_weights_in_16_bits(monkeypatch, ranks, half):
+    """Cast together in forward; a GPU writes their gradients in fp32, whatever the memory held before."""
+
+    def poisoned(x: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.full(shape, float("nan"), dtype=dtype or x.dtype, device=x.device)
+
+    monkeypatch.setattr(Tensor, "new_empty", poisoned)
+    sizes = ((24, 40), (24, 40), (40, 24))
+    made = [projection(i, o, torch.float32, rank=r) for r, (i, o) in zip(ranks, sizes, strict=True)]
+    projections = [replace(p, weight=p.weight.to(half)) for p in made]
+    x, dout, *douts = (torch.randn(2, 9, n, device=DEVICE).to(half) for n in (24, 24, 40, 40))
+    for function, reference, count, above in (
+        (mlp(lora_mlp, "silu"), mlp(lora_mlp_reference, "silu"), 3, [dout]),
+        (lora_linear, lora_linear_reference, 2, douts),
+    ):
+        given = projections[:count]
+        ours, theirs = run(function, x, given, above), run(reference, x, given, above)
+        truth = run(reference, x.double(), [in_double(p) for p in given], [d.double() for d in above])
+        for got, stock, exact in zip(ours, theirs, truth, strict=True):
+            assert got.dtype == stock.dtype
+            assert relative_error(got, exact) <= 1.1 * relative_error(stock, exact) + 4 * torch.finfo(half).eps
+
+
+def test_adapters_of_two_dtypes():
+    first, second = projection(24, 40, torch.float32), projection(24, 16, torch.bfloat16)
+    projections = [replace(first, weight=first.weight.bfloat16()), second]
+    x, *douts = (torch.randn(5, n, device=DEVICE).bfloat16() for n in (24, 40, 16))
+    ours, theirs = run(lora_linear, x, projections, douts), run(lora_linear_reference, x, projections, douts)
+    for got, stock in zip(ours, theirs, strict=True):
+        assert got.dtype == stock.dtype and relative_error(got, stock) <= 2e-2
+
+
 def test_under_autocast_parameters_keep_their_own_dtype():
     p = projection(24, 40, torch.float32)
     x = torch.randn(3, 24, device=DEVICE, requires_grad=True)

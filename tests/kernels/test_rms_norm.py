@@ -12,6 +12,7 @@ from fastlm.kernels.rms_norm import (
     add_rms_norm,
     rms_norm,
     rms_norm_add,
+    rms_norm_beside,
     rms_norm_bwd,
     rms_norm_fwd,
     rms_norm_reference,
@@ -297,6 +298,39 @@ def test_residual_of_any_strides(form: str) -> None:
         ]
         for ours, expected in zip(*results, strict=True):
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
+
+
+def norm_beside(x: Tensor, weight: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    """What `rms_norm_beside` replaces."""
+    return rms_norm_reference(x, weight, **options), x
+
+
+@kernel_test
+@pytest.mark.parametrize("flavour", ["llama", "gemma"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("used", ["both", "y", "x"])
+def test_beside_three_way(used: str, dtype: torch.dtype, flavour: str) -> None:
+    """Gradients of the norm, of x itself, and of both, strided and expanded."""
+    options, shape = FLAVOURS[flavour], (3, 5, 96)
+    x, weight = leaf(*shape, dtype=dtype), leaf(96, dtype=dtype)
+    incoming = [torch.randn(5, 3, 96, device=DEVICE).to(dtype).transpose(0, 1), torch.randn(5, 1, device=DEVICE)]
+    incoming[1] = incoming[1].to(dtype).expand(shape)
+    which = {"both": slice(0, 2), "y": slice(0, 1), "x": slice(1, 2)}[used]
+
+    def ways(function: Callable[..., tuple[Tensor, Tensor]], x: Tensor, weight: Tensor) -> list[Tensor]:
+        outputs = function(x * 1, weight, **options)[which]  # no leaf: autograd adds, and may write to, gradients
+        grads = torch.autograd.grad(outputs, (x, weight), [g.to(x.dtype) for g in incoming[which]], allow_unused=True)
+        return [*(y.detach() for y in outputs), *(torch.zeros_like(weight) if g is None else g for g in grads)]
+
+    before = [gradient.clone() for gradient in incoming]
+    ours = ways(rms_norm_beside, x, weight)
+
+    def exactly(x: Tensor, weight: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (options["offset"] + weight), x
+
+    exact = ways(exactly, *(double_leaf(t) for t in (x, weight)))
+    assert_three_way(ours, ways(norm_beside, x, weight), exact, ulps=ULPS + 1)
+    assert all(torch.equal(a, b) for a, b in zip(before, incoming, strict=True))
 
 
 @kernel_test
