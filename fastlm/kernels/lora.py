@@ -10,6 +10,7 @@ place. `lora_mlp` does the whole gated MLP and keeps gate and up only: the produ
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -19,19 +20,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .glu import ACTIVATIONS, glu_bwd, glu_fwd, glu_reference
-from .launch import use_triton
+from .launch import Branch, use_triton
 from .low_rank import (
     Dequantizable,
     Projection,
     a_gradients,
     b_gradients,
-    cast_adapters,
     common,
     dense,
     in_dtype,
     input_gradient,
     low_gradient,
     split_low,
+    stack,
     summed,
 )
 from .rope import rope_fwd, rope_reference
@@ -112,17 +113,22 @@ class LoraLinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, frozen: _Frozen, cos: Tensor | None, sin: Tensor | None, *adapters: Tensor | None
     ) -> tuple[Tensor, ...]:
-        count = len(frozen.weights)
+        count, branch = len(frozen.weights), Branch(x.device)
         a, b = adapters[:count], adapters[count:]
         with torch.autocast(x.device.type, enabled=False):
             rows = _rows(x, frozen.dtype)
-            stacked, cast = cast_adapters(a, b, frozen.dtype)
+            with branch:
+                cast = [in_dtype(tensor, frozen.dtype) for tensor in b]
+            stacked = stack(a, frozen.dtype)
             low = None if stacked is None else rows @ stacked.t()  # [T, sum of r]
+            branch.join()
             outputs = []
             for i, part in enumerate(split_low(low, cast)):
-                weight = dense(frozen.weights[i], frozen.dtype)
-                y = _project(rows, part, weight, frozen.biases[i], cast[i], frozen.scales[i])
+                with branch if i else nullcontext():
+                    weight = dense(frozen.weights[i], frozen.dtype)
+                    y = _project(rows, part, weight, frozen.biases[i], cast[i], frozen.scales[i])
                 outputs.append(_shaped(y, x))
+            branch.join()
             if cos is not None and sin is not None:
                 outputs[:2] = _turned(outputs[:2], cos, sin, frozen.head_dim, backward=False)
         needed = None if stacked is None else rows
@@ -135,17 +141,20 @@ class LoraLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *douts: Tensor) -> tuple[Any, ...]:
         rows, low, stacked, cos, sin, *b = ctx.saved_tensors
         frozen: _Frozen = ctx.frozen
-        count = len(frozen.weights)
+        count, branch = len(frozen.weights), Branch(douts[0].device)
         if cos is not None:
             douts = (*_turned(douts[:2], cos, sin, frozen.head_dim, backward=True), *douts[2:])
         dys = [_rows(dout, frozen.dtype) for dout in douts]
-        dlow = low_gradient(dys, b, frozen.scales)
         a_dtypes, b_dtypes = ctx.dtypes[:count], ctx.dtypes[count:]
-        db = b_gradients([None] * count, dys, split_low(low, b), frozen.scales, b_dtypes)
-        da = a_gradients(None if dlow is None else summed(None, dlow.t(), rows, dtype=common(a_dtypes)), b, a_dtypes)
+        with branch:
+            dlow = low_gradient(dys, b, frozen.scales)
+            db = b_gradients([None] * count, dys, split_low(low, b), frozen.scales, b_dtypes)
+            both = None if dlow is None else summed(None, dlow.t(), rows, dtype=common(a_dtypes))
+            da = a_gradients(both, b, a_dtypes)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = input_gradient(dys, frozen.weights, frozen.dtype, dlow, stacked).view(ctx.shape).to(ctx.dtype)
+            dx = input_gradient(dys, frozen.weights, frozen.dtype, dlow, stacked, branch).view(ctx.shape).to(ctx.dtype)
+        branch.join()
         return dx, None, None, None, *da, *map(in_dtype, db, b_dtypes)
 
 
@@ -180,11 +189,13 @@ def _gate_and_up(
     frozen: _Frozen, weights: Sequence[Tensor | Dequantizable], b: Sequence[Tensor | None], rows: Tensor,
     low: Tensor | None, *outs: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    gate, up = (
-        _project(rows, part, dense(weights[i], frozen.dtype), frozen.biases[i], b[i], frozen.scales[i], out)
-        for i, (part, out) in enumerate(zip(split_low(low, b[:2]), outs or (None, None), strict=True))
-    )
-    return gate, up
+    products, branch = list[Tensor](), Branch(rows.device)
+    for i, (part, out) in enumerate(zip(split_low(low, b[:2]), outs or (None, None), strict=True)):
+        with branch if i else nullcontext():
+            weight = dense(weights[i], frozen.dtype)
+            products.append(_project(rows, part, weight, frozen.biases[i], b[i], frozen.scales[i], out))
+    branch.join()
+    return products[0], products[1]
 
 
 def _mlp_tile(
@@ -219,11 +230,14 @@ class LoraMLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, frozen: _Frozen, *adapters: Tensor | None) -> Tensor:
         a, b = adapters[:3], adapters[3:]
-        dtype = frozen.dtype
+        dtype, branch = frozen.dtype, Branch(x.device)
         with torch.autocast(x.device.type, enabled=False):
             rows = _rows(x, dtype)
-            stacked, cast = cast_adapters(a[:2], (*b, a[2]), dtype)
+            with branch:
+                cast = [in_dtype(tensor, dtype) for tensor in (*b, a[2])]
+            stacked = stack(a[:2], dtype)
             low = None if stacked is None else rows @ stacked.t()
+            branch.join()
             several = len(rows) > TILE
             kept = frozen.products_kept and (frozen.output_needed or not several)
             low_down, gate, up, out = None, None, None, None
@@ -255,8 +269,10 @@ class LoraMLPFunction(torch.autograd.Function):
         several, dx_wanted = len(dy) > TILE, ctx.needs_input_grad[0]
         # dense once for all tiles
         weights = [dense(weight, dtype) for weight in frozen.weights] if several else frozen.weights
-        dlow_down = low_gradient([dy], b[2:], frozen.scales[2:])
-        db_down = b_gradients([None], [dy], [low_down], frozen.scales[2:], b_dtypes[2:])
+        branch = Branch(dy.device)
+        with branch:
+            dlow_down = low_gradient([dy], b[2:], frozen.scales[2:])
+            db_down = b_gradients([None], [dy], [low_down], frozen.scales[2:], b_dtypes[2:])
         owned = not (frozen.output_needed and frozen.products_kept)  # nobody else's, or of a graph of one backward
         sums: list[Tensor | None] = [None] * 3  # dB of gate and up, dA of down
 
@@ -264,19 +280,22 @@ class LoraMLPFunction(torch.autograd.Function):
             dy: Tensor, dlow_down: Tensor | None, rows: Tensor, low: Tensor | None, gate: Tensor | None,
             up: Tensor | None, low_down: Tensor | None = None, dlow: Tensor | None = None, dx: Tensor | None = None,
         ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-            dhidden = input_gradient([dy], weights[2:], dtype, dlow_down, a_down)
+            dhidden = input_gradient([dy], weights[2:], dtype, dlow_down, a_down, branch)
             if gate is None or up is None:
                 gate, up = _gate_and_up(frozen, weights, b, rows, low)
             dgate, dup, hidden = _gated_backward(dhidden, gate, up, frozen.activation, a_down is not None, owned)
-            if dlow_down is not None and hidden is not None:
-                sums[2] = summed(sums[2], dlow_down.t(), hidden, several=several, dtype=a_dtypes[2])
-                if low_down is not None:
-                    torch.mm(hidden, a_down.t(), out=low_down)
+            with branch:
+                if dlow_down is not None and hidden is not None:
+                    sums[2] = summed(sums[2], dlow_down.t(), hidden, several=several, dtype=a_dtypes[2])
+                    if low_down is not None:
+                        torch.mm(hidden, a_down.t(), out=low_down)
+                dlow = low_gradient([dgate, dup], b[:2], frozen.scales[:2], dlow)
+                lows = split_low(low, b[:2])
+                sums[:2] = b_gradients(sums[:2], [dgate, dup], lows, frozen.scales[:2], b_dtypes[:2], several=several)
+            branch.hold(hidden)
             del hidden, dhidden
-            dlow = low_gradient([dgate, dup], b[:2], frozen.scales[:2], dlow)
-            lows = split_low(low, b[:2])
-            sums[:2] = b_gradients(sums[:2], [dgate, dup], lows, frozen.scales[:2], b_dtypes[:2], several=several)
-            dx = input_gradient([dgate, dup], weights[:2], dtype, dlow, stacked, dx) if dx_wanted else None
+            dx = input_gradient([dgate, dup], weights[:2], dtype, dlow, stacked, branch, dx) if dx_wanted else None
+            branch.join()
             return dlow, dx
 
         if not several:
