@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +26,7 @@ from .gguf_weights import GGUFCheckpoint, find_gguf
 from .loader import base_of_adapter, existing, load_config
 from .models.patch import patch, unwrap_peft
 from .options import bits_of, check_bits, fit_length
-from .training.costs import POLICIES, StepCosts, step_costs
+from .training.costs import POLICIES, StepCosts, in_words, ladder, per_layer, step_costs
 from .training.memory import MARGIN, RESERVE
 from .training.report import PEAK_TFLOPS, Operations, attended_pairs, count_operations, gpu_of
 
@@ -69,10 +70,11 @@ class Plan:
     """What a training step takes, in bytes as torch's allocator counts them.
 
     fits: whether it fits with ``policy``, the fastest that does: "keep" all activations, all but the MLPs' gate and up
-        products ("lean"), "recompute" the layers, or "offload" their inputs too. Where none does, the one that takes
-        least; ``advice`` names what would fit.
+        products ("lean"), "recompute" the layers, or "offload" their inputs too; "mixed" where layers differ. Where
+        none does, the one that takes least; ``advice`` names what would fit.
+    layers: how many of them have each policy; of a mix, the last ones keep most.
     peak_bytes: at the worst moment. parts: "weights", "adapters", "optimiser", "gradients", "activations", "loss" and
-        "workspace" then, which add up to it. peaks: of each policy.
+        "workspace" then, which add up to it. peaks: of each policy, were it all layers'.
     memory_bytes: of the GPU. largest_batch, longest_length: that fit if nothing else changes; 0 where nothing does.
     seconds_per_step: by GPU, this machine's or those that have the memory. Steps of few thousand tokens take longer:
         they wait for the host.
@@ -80,6 +82,7 @@ class Plan:
 
     fits: bool
     policy: str
+    layers: dict[str, int]
     peak_bytes: int
     parts: dict[str, int]
     peaks: dict[str, int]
@@ -96,6 +99,7 @@ class Plan:
             "lean": "all activations kept but gate and up products",
             "recompute": "layers recomputed",
             "offload": "layer inputs in host memory",
+            "mixed": f"activations {in_words([name for name, count in self.layers.items() for _ in range(count)])}",
         }
         verdict = f"fits, {how[self.policy]}" if self.fits else "does not fit"
         rows: list[tuple[str, ...]] = [("part", "GiB")]
@@ -170,27 +174,28 @@ def plan(
     costs = costs_of(in_4bit, full)
     can_be_lean = any(layer.remade for layer in costs.layers)
     policies = [name for name in POLICIES if can_be_lean or name != "lean"] if forced is None else [forced]
-    parts = {policy: costs.worst_moment(policy, tokens) for policy in policies}
-    peaks = {policy: sum(part.values()) for policy, part in parts.items()}
-    policy = next((name for name in policies if _needed(costs, name, tokens) <= memory), None)
+    peaks = {policy: sum(costs.worst_moment(policy, tokens).values()) for policy in policies}
+    chosen = _fastest(costs, policies, memory, tokens)
     most = _most_tokens(costs, policies, memory)
     limit = getattr(config.get_text_config(), "max_position_embeddings", _MOST_TOKENS)
     advice = None
-    if policy is None:
+    if chosen is None:
         settings = {"": costs} | ({} if in_4bit else {"load_in_4bit=True, ": costs_of(True, False)})
         advice = _advice(settings, policies, memory, batch_size, max_length)
-    chosen = policy or min(peaks, key=lambda name: peaks[name])
+    each = per_layer(chosen or min(peaks, key=lambda name: peaks[name]), len(costs.layers))
+    counts, spent = Counter(each), costs.worst_moment(each, tokens)
     held = "NF4" if in_4bit else str(dtype).removeprefix("torch.")
     how = "every weight trained" if full else f"LoRA r={max(lora.values())}"
     count = sum(parameter.numel() for parameter in twin.parameters()) / 1e9
     operations = count_operations(twin.requires_grad_(full), any(".mlp." in name for name in lora))
     assert operations is not None  # of layers that are fused
     return Plan(
-        fits=policy is not None, policy=chosen, peak_bytes=peaks[chosen], parts=parts[chosen], peaks=peaks,
-        memory_bytes=memory, largest_batch=most // max_length, longest_length=min(most // batch_size, limit),
+        fits=chosen is not None, policy=each[0] if len(counts) == 1 else "mixed", layers=dict(counts),
+        peak_bytes=sum(spent.values()), parts=spent, peaks=peaks, memory_bytes=memory,
+        largest_batch=most // max_length, longest_length=min(most // batch_size, limit),
         seconds_per_step={
-            name: _seconds(GPUS[name], costs, operations, chosen, tokens, max_length, micro_batches, in_4bit, full)
-            for name in _gpus(memory) if policy is not None
+            name: _seconds(GPUS[name], costs, operations, each, tokens, max_length, micro_batches, in_4bit, full)
+            for name in _gpus(memory) if chosen is not None
         },
         advice=advice,
         setting=f"{config.model_type}, {count:.2f} billion weights in {held}, {how}, {optim}, "
@@ -265,7 +270,17 @@ def _targets(twin: Any, targets: Any) -> list[str]:
     return [name for name, _ in twin.named_modules() if name.rpartition(".")[2] in named or name in named]
 
 
-def _needed(costs: StepCosts, policy: str, tokens: int) -> int:
+def _fastest(costs: StepCosts, policies: Sequence[str], memory: int, tokens: int) -> str | Sequence[str] | None:
+    """The fastest that fits, for all layers or for each; None where none does. Of policies, one alone is forced."""
+    if len(policies) > 1:
+        levels = ladder([layer.remade > 0 for layer in costs.layers])
+        fitting = bisect_right(levels, memory, key=lambda level: _needed(costs, level, tokens))
+        if fitting:
+            return levels[fitting - 1]
+    return policies[-1] if _needed(costs, policies[-1], tokens) <= memory else None
+
+
+def _needed(costs: StepCosts, policy: str | Sequence[str], tokens: int) -> int:
     """Bytes that a GPU must have."""
     standing = sum(costs.standing().values())
     return int(standing + MARGIN * (sum(costs.worst_moment(policy, tokens).values()) - standing)) + RESERVE
@@ -298,20 +313,21 @@ def _advice(
 
 
 def _seconds(
-    gpu: GPU, costs: StepCosts, operations: Operations, policy: str, tokens: int, length: int, micro_batches: int,
-    in_4bit: bool, full: bool,
+    gpu: GPU, costs: StepCosts, operations: Operations, policy: str | Sequence[str], tokens: int, length: int,
+    micro_batches: int, in_4bit: bool, full: bool,
 ) -> float:  # fmt: skip
     """The GPU's time for a step: micro-batches of so many tokens, in samples of this length, and the optimiser's."""
-    layers, again = operations.layers, policy in ("recompute", "offload")
+    layers, policies = operations.layers, per_layer(policy, len(costs.layers))
     pairs = Counter({w: tokens * attended_pairs([length], w) // length for w in {one.window for one in layers}})
     products, attention = (
-        operations.useful(n, n, pairs) + operations.repeated(n, pairs, [policy] * len(layers)) for n in (tokens, 0)
+        operations.useful(n, n, pairs) + operations.repeated(n, pairs, policies) for n in (tokens, 0)
     )
-    twice = {"keep": 1.0, "lean": 1.1}.get(policy, 1.3)
-    moved = tokens * sum(layer.kept for layer in costs.layers) * _TRAFFIC * twice
-    # dequantised: 2.5 bytes a weight at 64% of a copy's bandwidth, twice
-    moved += (2 + again) * 8 * sum(one.forward for one in layers) * in_4bit
-    sent = 2 * tokens * sum(layer.entering for layer in costs.layers) if policy == "offload" else 0
+    moved = 0.0
+    for layer, one, own in zip(costs.layers, layers, policies, strict=True):
+        moved += tokens * layer.kept * _TRAFFIC * {"keep": 1.0, "lean": 1.1}.get(own, 1.3)
+        # dequantised: 2.5 bytes a weight at 64% of a copy's bandwidth, twice
+        moved += (2 + (own in ("recompute", "offload"))) * 8 * one.forward * in_4bit
+    sent = 2 * tokens * sum(layer.entering for layer in costs.layers) if policies[0] == "offload" else 0
     # attention comes to half of a product's TFLOP/s; copies to host memory and back run beside all this
     computing = (products + attention) / (gpu.products * 1e12) + moved / (gpu.copy * 1e12)
     stepping = 2 * (costs.optimiser + costs.gradients + costs.adapters + costs.weights * full) / (gpu.copy * 1e12)

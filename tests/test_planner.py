@@ -14,8 +14,8 @@ from benchmarks.step import ARCHITECTURES, quantise
 from fastlm import cli
 from fastlm import plan as make_plan
 from fastlm.packing.collators import PaddingFreeCollator
-from fastlm.planner import GPUS, _seconds, twin_of
-from fastlm.training.costs import PARTS, step_costs
+from fastlm.planner import GPUS, _fastest, _needed, _seconds, twin_of
+from fastlm.training.costs import PARTS, ladder, step_costs
 from fastlm.training.report import count_operations
 
 from .tiny import add_lora, enable_checkpointing, tiny_config, tiny_model
@@ -74,7 +74,12 @@ def test_nothing_is_allocated_where_meta_has_no_effect(monkeypatch):
 def test_it_fits_or_something_smaller_is_named(memory, arch, options):
     setting: dict[str, Any] = dict(gpu_memory=memory, max_length=2048, batch_size=4, **options)
     made = make_plan(config(arch), **setting)
-    assert sum(made.parts.values()) == made.peak_bytes == made.peaks[made.policy] and tuple(made.parts) == PARTS
+    assert sum(made.parts.values()) == made.peak_bytes and tuple(made.parts) == PARTS
+    if made.policy == "mixed":
+        assert len(made.layers) == 2 and made.peaks["recompute"] <= made.peak_bytes < made.peaks["keep"]
+    else:
+        assert made.peak_bytes == made.peaks[made.policy] and list(made.layers) == [made.policy]
+    assert sum(made.layers.values()) == config(arch).num_hidden_layers
     assert made.fits == (made.advice is None) == (made.largest_batch >= 4) == (made.longest_length >= 2048)
     assert made.peaks["keep"] > made.peaks["recompute"] >= made.peaks["offload"]
     if made.fits:
@@ -85,6 +90,45 @@ def test_it_fits_or_something_smaller_is_named(memory, arch, options):
         assert make_plan(config(arch), **setting | {"max_length": longest}).fits
     else:
         assert not made.seconds_per_step and made.advice in str(made)
+
+
+LONG: dict[str, Any] = dict(max_length=32_768, batch_size=1)
+
+
+def test_layers_keep_more_one_by_one_as_there_is_more_memory():
+    made = [make_plan(config("qwen3_8b"), gpu_memory=memory, **LONG) for memory in range(33, 160, 3)]
+    levels = [one.layers.get("lean", 0) + 2 * one.layers.get("keep", 0) for one in made]
+    assert levels == sorted(levels) and levels[0] < 5 and levels[-1] == 72
+    assert len(set(levels)) == levels.index(72) + 1  # no 3 GiB that buy nothing
+    peaks, seconds = [one.peak_bytes for one in made], [one.seconds_per_step["B200"] for one in made]
+    assert peaks == sorted(peaks) and seconds == sorted(seconds, reverse=True)
+    assert all(one.fits and one.memory_bytes - one.peak_bytes < 0.06 * one.memory_bytes + 4 * GIB for one in made[:-3])
+    pure = {frozenset(one.peaks.items()) for one in made}
+    assert len(pure) == 1  # whatever was chosen
+
+
+def test_a_mix_is_the_highest_level_that_fits():
+    model = twin_of(config("qwen3_8b"), torch.bfloat16)
+    costs = step_costs(model, {name: 16 for name, _ in model.named_modules() if name.endswith("_proj")})
+    levels = ladder([True] * 36)
+    needed = [_needed(costs, level, 32_768) for level in levels]
+    assert needed[1:] == sorted(needed[1:]) and needed[0] < needed[2]
+    for index in (1, 17, 36, 50, 72):
+        policies = ["keep", "lean", "recompute", "offload"]
+        assert _fastest(costs, policies, needed[index], 32_768) == levels[index]
+        assert _fastest(costs, policies, needed[index] - 1, 32_768) == levels[index - 1] or index == 1
+    assert levels[17] == ("recompute",) * 19 + ("lean",) * 17 and levels[50] == ("lean",) * 22 + ("keep",) * 14
+    offloaded = _needed(costs, "offload", 32_768)
+    assert _fastest(costs, policies, offloaded, 32_768) == "offload"
+    assert _fastest(costs, policies, offloaded - 1, 32_768) is None
+
+
+def test_a_mix_in_words():
+    made = make_plan(config("qwen3_8b"), gpu_memory=124, **LONG)
+    assert made.policy == "mixed" and made.layers["keep"] + made.layers["lean"] == 36
+    kept, lean = made.layers["keep"], made.layers["lean"]
+    words = f"activations kept in {kept} of 36 layers, kept but for gate and up products in {lean}\n"
+    assert f"1 x 32,768 tokens: fits, {words}" in str(made) and made.facts()["layers"] == made.layers
 
 
 def test_16_bit_weights_of_8b_are_refused_on_12_gb_and_4_bits_offered():
@@ -103,7 +147,7 @@ def test_one_sample_of_350_000_tokens_on_80_gb():
     facts = AutoConfig.for_model("llama", **ARCHITECTURES["llama8b"][1] | {"max_position_embeddings": 2**19})
     setting: dict[str, Any] = dict(gpu_memory=80, load_in_4bit=True, use_gradient_checkpointing="offload")
     made = make_plan(facts, max_length=350_000, **setting)
-    assert made.fits and 38 * GIB < made.peak_bytes < 46 * GIB and made.largest_batch == 1
+    assert made.fits and 46 * GIB < made.peak_bytes < 50 * GIB and made.largest_batch == 1
 
 
 def test_the_policy_can_be_forced():
@@ -219,6 +263,7 @@ def test_predicted_peak_is_the_allocators(family, kind, policy, samples):
         with torch.autocast("cuda", torch.bfloat16):
             loss = model(**batch, use_cache=False).loss
         loss.backward()
+        del loss  # its graph holds the embeddings, their gradient, cos and sin: the next step would find them there
         optimiser.step()
     measured = torch.cuda.max_memory_allocated() - before
     made = make_plan(

@@ -7,7 +7,8 @@ without padding, every one a target. What torch's allocator counts is counted: n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import nn
 from ..kernels.linear_cross_entropy import chunk_rows
 from ..kernels.lora import TILE
 
-__all__ = ["OPTIMISERS", "PARTS", "POLICIES", "LayerCosts", "StepCosts", "layer_costs", "optimiser_bytes", "step_costs"]
+__all__ = ["OPTIMISERS", "PARTS", "POLICIES", "LayerCosts", "StepCosts", "in_words", "ladder", "layer_costs",
+           "optimiser_bytes", "per_layer", "step_costs"]  # fmt: skip
 
 POLICIES = ("keep", "lean", "recompute", "offload")  # of activations, the fastest first
 PARTS = ("weights", "adapters", "optimiser", "gradients", "activations", "loss", "workspace")
@@ -24,6 +26,48 @@ OPTIMISERS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch",
 
 _LIBRARIES = 2**26  # bytes: cuBLAS's workspaces on Hopper, from torch's allocator, of forward's and backward's threads
 _STATISTICS = 32  # bytes of loss, entropy and the like that a target leaves in fp32
+_WORDS = {
+    "keep": "kept", "lean": "kept but for gate and up products", "recompute": "recomputed",
+    "offload": "recomputed from inputs in host memory",
+}  # fmt: skip
+
+
+def ladder(can_be_lean: Sequence[bool]) -> list[tuple[str, ...]]:
+    """Policies of every layer, from all recomputed to all kept, each with one layer more that computes less again.
+
+    The last layer comes first: what it keeps is gone when backward runs the layers below it again, so that their own
+    working memory is never on top of it. can_be_lean: whether a layer's MLP can make gate and up products again.
+
+    >>> ladder([True, False])
+    [('recompute', 'recompute'), ('recompute', 'keep'), ('lean', 'keep'), ('keep', 'keep')]
+    """
+    level = ["recompute"] * len(can_be_lean)
+    levels = [tuple(level)]
+    for next_policy in ("lean", "keep"):
+        for index, lean in reversed(list(enumerate(can_be_lean))):
+            policy = next_policy if lean else "keep"
+            if level[index] != policy:
+                level[index] = policy
+                levels.append(tuple(level))
+    return levels
+
+
+def per_layer(policy: str | Sequence[str], count: int) -> Sequence[str]:
+    """The policy of each of so many layers; a name holds for all."""
+    return [policy] * count if isinstance(policy, str) else policy
+
+
+def in_words(policies: Sequence[str]) -> str:
+    """What becomes of a model's activations, by the policies of its layers.
+
+    >>> in_words(["keep", "keep"]), in_words(["recompute", "lean", "keep"])
+    ('kept', 'kept in 1 of 3 layers, kept but for gate and up products in 1, recomputed in 1')
+    """
+    counts = Counter(policies)
+    if len(counts) == 1:
+        return _WORDS[policies[0]]
+    first, *others = [f"{words} in {counts[policy]}" for policy, words in _WORDS.items() if policy in counts]
+    return ", ".join([f"{first} of {len(policies)} layers", *others])
 
 
 @dataclass(frozen=True)
@@ -33,7 +77,7 @@ class LayerCosts:
     entering: the residual stream that it reads. leaving: what its second forward ends in, if it is recomputed.
     kept: what it leaves for backward, without these.
     keeps_entering: whether backward needs that too, be the layer recomputed or not.
-    moments: in its backward, the part of ``kept`` that is still there, how much of that is not in a recomputed layer,
+    moments: in its backward, the part of ``kept`` that is still there, how much less that is in a recomputed layer,
         workspace, that of a tile's tokens, and, whatever the tokens, bytes of gradients and weights made dense.
     tiled: the same where there are more tokens than one tile takes.
     remade: the gate and up products, where the MLP's own backward can make them again; less what it needs for that.
@@ -112,20 +156,26 @@ def layer_costs(
     incoming = hidden * (1 + form.norm_out)  # the gradient, and what a norm made of it
     lean = fused and not form.norm_out  # recomputed without its output, once: dgate and dup take gate's and up's place
     reused = 2 * inner * size * lean
-    dense = 2 * 2 * hidden * inner * quantised  # one goes when the next has come
+    dense = 2 * hidden * inner * size * quantised  # one goes when the next has come
+    # of the fused MLP: the gradients of what A makes
+    low_down, low_all = fused * low("down_proj") * size, fused * low(*gate_up, "down_proj") * size
     flash = not attention_form.softcap  # its backward sums dQ in fp32 and has dK and dV of every query head
     turning = hidden + 2 * queries + 2 * keys + 2 * queries * (flash and keys < queries)
     above = gradients(*gate_up, "down_proj")
+    # whoever runs a layer again holds to the end the gradient that came in, and the stream between the halves where
+    # that is one of two summands that the second run ends in
+    until_the_end = hidden * (1 + lean) * size
     moments = (
-        (read, reused, (incoming + 3 * inner) * size, 0, gradients("down_proj")),
-        (read - 2 * inner * size * (not fused), reused, (incoming + (1 + (not fused)) * hidden + 2 * inner) * size, 0,
-         above + dense),
-        (attended * size + 4 * heads, 0, turning * size + 4 * (queries * flash + 2 * heads), 0,
+        (read, reused, (incoming + 3 * inner) * size + low_down, 0, gradients("down_proj")),
+        (read - 2 * inner * size * (not fused), reused,
+         (incoming + (1 + (not fused)) * hidden + 2 * inner) * size + low_all, 0, above + dense),
+        (attended * size + 4 * heads, -until_the_end, turning * size + 4 * (queries * flash + 2 * heads), 0,
          above + gradients("o_proj")),
     )  # fmt: skip
     remade = fused * (2 * inner - hidden * (form.norm_in and not reads(*gate_up))) * size
-    late = low(*gate_up) * hidden * adapter_size  # dA of gate and up, of all tiles at once
-    whole = (read, remade * lean, (incoming + hidden) * size, 3 * inner * size, above - late + dense * 3 // 2)
+    # fp32 sums of the tiles, B of gate and up and A of down; dB of down; dA of gate and up comes after the last one
+    sums = 4 * inner * low(*gate_up, "down_proj") + adapter_size * hidden * low("down_proj")
+    whole = (read, remade * lean, (incoming + hidden) * size + low_all, 3 * inner * size, sums + dense * 3 // 2)
     trained = sum(p.numel() for p in layer.parameters()) * size if full else gradients(*weights)
     tiled = (whole, moments[-1]) if fused else moments
     return LayerCosts(
@@ -161,35 +211,39 @@ class StepCosts:
         """Parts that are there all the time."""
         return {"weights": self.weights, "adapters": self.adapters, "optimiser": self.optimiser}
 
-    def worst_moment(self, policy: str, tokens: int) -> dict[str, int]:
-        """Bytes of every part when their sum is largest, activations kept by this policy."""
-        stored = [layer.stored(policy) for layer in self.layers]
-        below, again = sum(stored), policy in ("recompute", "offload")
+    def worst_moment(self, policy: str | Sequence[str], tokens: int) -> dict[str, int]:
+        """Bytes of every part when their sum is largest; policy: of all layers, or of each ("offload": of all)."""
+        policies = per_layer(policy, len(self.layers))
+        stored = [layer.stored(own) for layer, own in zip(self.layers, policies, strict=True)]
+        below, again = sum(stored), [own in ("recompute", "offload") for own in policies]
+        # kept activations mean that a step can be taken again: earlier gradients are set aside until it is done
+        sets_aside = not all(again)
         # of the inputs in host memory the last stays, then the next is fetched; one that is a leaf never leaves
-        here = self.hidden * (1 + (not self.trained_head)) if policy == "offload" else 0
+        here = self.hidden * (1 + (not self.trained_head)) if policies[0] == "offload" else 0
         table = self.vocabulary * self.hidden * self.trained_head  # bytes of the head's weight, and of its gradient
         earlier = self.gradients if self.accumulates else 0
-        copies = sum(layer.copies for layer in self.layers) * (not again)
+        copies = sum(layer.copies for layer, runs_again in zip(self.layers, again, strict=True) if not runs_again)
         activations = tokens * (below + here + 2 * self.hidden + self.tables) + copies
         moments = [self._moment(earlier, activations, self._loss(tokens), 0)]
         gradients = table
-        for layer, own in zip(reversed(self.layers), reversed(stored), strict=True):
-            below -= own
-            here = here if layer is not self.layers[0] else 0  # nothing is below that could be fetched
+        for index in reversed(range(len(self.layers))):
+            layer, runs_again = self.layers[index], again[index]
+            below -= stored[index]
+            here = here if index else 0  # nothing is below that could be fetched
             # what enters it, and what its second forward makes of that
-            both_ends = self.hidden * (1 if again else layer.keeps_entering) + layer.leaving * again
+            both_ends = self.hidden * (1 if runs_again else layer.keeps_entering) + layer.leaving * runs_again
             of_layer = layer.tiled if tokens > TILE else layer.moments
             for moment, (kept, absent, workspace, of_tile, fixed) in enumerate(of_layer, 1 - len(of_layer)):
-                absent = layer.remade * (moment < 0) if policy == "lean" else absent * again  # the MLP's come first
-                # kept activations mean that a step can be taken again: earlier gradients are set aside until it is done
-                new = gradients if not again or not self.accumulates else 0
+                lean = policies[index] == "lean"
+                absent = layer.remade * (moment < 0) if lean else absent * runs_again  # the MLP's come first
+                new = gradients if sets_aside or not self.accumulates else 0
                 kept += below + here + both_ends + self.tables - absent
-                activations = tokens * kept + max(copies, layer.copies)
+                activations = tokens * kept + copies + layer.copies * runs_again
                 workspace = tokens * workspace + min(tokens, TILE) * of_tile + fixed
                 moments.append(self._moment(earlier + new, activations, 0, workspace))
             gradients += layer.gradients
-            copies -= layer.copies * (not again)
-        moments.append(self._moment(self.gradients + earlier * (not again), 0, 0, table * self.tied))
+            copies -= layer.copies * (not runs_again)
+        moments.append(self._moment(self.gradients + earlier * sets_aside, 0, 0, table * self.tied))
         moments.append(self._moment(self.gradients, 0, 0, self.stepping))
         return max(moments, key=lambda parts: sum(parts.values()))
 

@@ -1,16 +1,16 @@
-"""Which activations a training step keeps: all of them where they fit, else all but the MLPs' gate and up products,
-which their own backward makes again, else each decoder layer's input alone, and if that is too much in host memory.
+"""Which activations a training step keeps, layer by layer: all of them where they fit, else all but the MLP's gate and
+up products, which its own backward makes again, else the layer's input alone, and if that is too much in host memory.
 
 A run under ``use_gradient_checkpointing="fastlm"`` begins with every layer recomputed. Its first step shows the peak,
 and running the layers again in backward shows what each would have kept, whatever its family, adapters and dtypes are.
-Before the second step that sum is compared with the memory there is. Numbers do not change: the policies give the same
-gradients. Should a batch not fit after all, its step is done again with the layers recomputed, then with their inputs
-in host memory, and so are the rest.
+Before the second step that is compared with the memory there is, and as many layers keep more as fit, the last first.
+Numbers do not change: the policies, and mixes of them, give the same gradients. Should a batch not fit after all, its
+step is done again with the layers recomputed, then with their inputs in host memory, and so are the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,13 +24,14 @@ from ..models.layers import LayerPatch
 from ..models.offload import Offload
 from ..models.patch import decoder_layers, patched_core
 from ..packing.dataset import EVEN_AT, lengths_of
+from .costs import in_words, ladder, per_layer
 from .step import State, state_of
 
 __all__ = ["MARGIN", "RESERVE", "Activations", "free_bytes", "kept_bytes", "largest_batch", "training_step"]
 
 MARGIN = 1.05  # fragmentation, and what the counts leave out
 RESERVE = 2**29  # bytes: libraries' workspaces
-_KEEPING = ("keep", "lean")  # best first
+_KEEPING = ("keep", "lean", "mixed")
 _LONGER = 1.5  # times the tokens of the first batch: what a later one is taken to have, where it could be done again
 
 
@@ -38,13 +39,15 @@ _LONGER = 1.5  # times the tokens of the first batch: what a later one is taken 
 class Activations:
     """What a trainer has found out about its activations, as ``State.activations``.
 
-    policy: "first" until a step has been taken, then "keep", "lean" (all but gate and up) or "recompute"; "offload"
-        where none of them did.
+    policy: "first" until a step has been taken, then "keep", "lean" (all but gate and up) or "recompute"; "mixed" where
+        layers differ; "offload" where none of them did.
+    mix: policy of each layer, where they differ.
     tokens: of the batch that was measured.
     before: bytes allocated before the first step. peak: at the worst moment of its forwards and backwards.
     """
 
     policy: str = "first"
+    mix: tuple[str, ...] = ()
     tokens: int = 0
     before: int = 0
     peak: int = 0
@@ -92,8 +95,8 @@ def training_step(
         _begin_to_count(trainer, layers, activations, inputs)
     elif activations.policy == "first":
         _choose(trainer, layers, state, activations)
-    elif activations.policy in _KEEPING and layers[0].gradient_checkpointing:  # train() was called again
-        _set_policy(layers, activations.policy)
+    elif activations.policy in _KEEPING and layers[-1].gradient_checkpointing:  # train() was called again
+        _set_policy(layers, activations.mix or activations.policy)
     _offload(trainer).on = activations.policy == "offload"
     if _can_be_done_again(trainer, layers, activations):
         loss = _again_if_too_large(original, trainer, layers, state, activations, model, inputs, *args, **kwargs)
@@ -128,7 +131,7 @@ def _last_policy(layers: list[Any]) -> str:
 def _can_be_done_again(trainer: Any, layers: list[Any], activations: Activations) -> bool:
     """Whether something is left to try should this micro-step not fit; earlier gradients are set aside for that.
 
-    Where all is kept there is room for them. Else they must not take what offloading would free.
+    Where a layer keeps more than its input there is room for them. Else they must not take what offloading would free.
     """
     if not _alone(trainer) or activations.policy == _last_policy(layers):
         return False
@@ -149,11 +152,12 @@ def _left_gradients_alone(trainer: Any, activations: Activations) -> bool:
     return all(id(parameter) in known and not parameter._post_accumulate_grad_hooks for parameter in trained)
 
 
-def _set_policy(layers: list[Any], policy: str) -> None:
-    for layer in layers:
-        layer.gradient_checkpointing = policy not in _KEEPING
+def _set_policy(layers: list[Any], policy: str | Sequence[str]) -> None:
+    """policy: of all layers, or of each."""
+    for layer, own in zip(layers, per_layer(policy, len(layers)), strict=True):
+        layer.gradient_checkpointing = own not in _KEEPING
         if (mlp := _mlp(layer)) is not None:
-            mlp.products_kept = policy != "lean"
+            mlp.products_kept = own != "lean"
 
 
 def _mlp(layer: Any) -> LayerPatch | None:
@@ -182,38 +186,54 @@ def kept_bytes(layers: list[Any]) -> list[int]:
 
 
 def _choose(trainer: Any, layers: list[Any], state: State, activations: Activations) -> None:
-    """Set the policy for the rest of the run, the same on every rank."""
+    """Set the layers' policies for the rest of the run, the same on every rank: the highest level that fits."""
     ours = [layer.__dict__.get("_fastlm") for layer in layers]
     kept = kept_bytes(layers)
     products = [one.products if one is not None else 0 for one in ours]
-    made = [size - one.unmade if one is not None else 0 for size, one in zip(kept, ours, strict=True)]
+    levels = ladder([size > 0 for size in products])
     gauge, needed = _gauge(trainer), list[int]()
     if gauge is not None and all(kept):
         longer = largest_batch(trainer, state, activations.tokens) / activations.tokens
         longer = max(1.0, min(longer, _LONGER) if _alone(trainer) else longer)
         accumulates = trainer.args.gradient_accumulation_steps > 1
         aside = sum(parameter.nbytes for parameter in activations.trained) if accumulates else 0  # during a micro-step
-        nothing = [0] * len(layers)
-        for left_out in (nothing, products) if any(products) else (nothing,):
-            held = [all_of_it - part for all_of_it, part in zip(kept, left_out, strict=True)]
-            # one layer's are part of the peak already: it was recomputed there, but for what it made in tiles
-            step = activations.peak - activations.before + sum(held) - max(map(min, held, made))
-            needed.append(int(longer * MARGIN * step) + RESERVE + aside)
-    choice = next((i for i, size in enumerate(needed) if gauge is not None and size < gauge.free), len(_KEEPING))
+        steps = _worst_moments(levels[1:], kept, products, activations.peak - activations.before)
+        needed = [int(longer * MARGIN * step) + RESERVE + aside for step in steps]
+    choice = 0 if gauge is None else sum(size < gauge.free for size in needed)  # they rise
     if trainer.accelerator.num_processes > 1:
         votes = torch.tensor([choice], device=trainer.accelerator.device)
-        choice = int(trainer.accelerator.gather(votes).max())
-    activations.policy = (*_KEEPING, "recompute")[choice]
-    if activations.policy in _KEEPING:
-        _set_policy(layers, activations.policy)
+        choice = int(trainer.accelerator.gather(votes).min())
+    level = levels[choice]
+    activations.policy, activations.mix = (level[0], ()) if len(set(level)) == 1 else ("mixed", level)
+    if choice:
+        _set_policy(layers, level)
     if gauge is not None and needed:
-        verb = ("kept", "kept but for gate and up products", "recomputed")[choice]
-        sizes = f"{needed[0] / 2**30:.1f} GiB"
-        if choice and len(needed) > 1:
-            sizes += f", without these products {needed[1] / 2**30:.1f}"
+        sizes = f"{needed[-1] / 2**30:.1f} GiB"
+        if level != levels[-1] and any(products):
+            sizes += f", without these products {needed[len(layers) - 1] / 2**30:.1f}"
         state.voice.say(
-            f"activations are {verb}: keeping them takes up to {sizes}, and {gauge.free / 2**30:.1f} GiB are free"
+            f"activations are {in_words(level)}: keeping them takes up to {sizes}, "
+            f"and {gauge.free / 2**30:.1f} GiB are free"
         )
+
+
+def _worst_moments(
+    levels: Sequence[Sequence[str]], kept: Sequence[int], products: Sequence[int], recomputed: int
+) -> list[int]:  # fmt: skip
+    """Bytes that a step takes at each level, none of which recomputes the last layer, from what it took recomputed.
+
+    Worst is the last layer's backward, when all is held; layers that are recomputed find it gone. What it keeps was
+    there in the measured step too, but for its products: none in tiles, and else their gradients took their place.
+    Where the head's moment was worse than a layer's, it misses the difference: MARGIN and RESERVE are larger.
+    """
+    own = kept[-1] - products[-1]
+    return [
+        recomputed - own + sum(
+            all_of_it - part * (policy == "lean")
+            for policy, all_of_it, part in zip(level, kept, products, strict=True) if policy != "recompute"
+        )
+        for level in levels
+    ]  # fmt: skip
 
 
 def largest_batch(trainer: Any, state: State, measured: int) -> float:
@@ -263,7 +283,7 @@ def _again_if_too_large(
                 state.voice.say(f"a batch of {tokens} tokens needs the memory of the CUDA graphs: from here on without")
                 continue
             kept = activations.policy in _KEEPING
-            activations.policy = "recompute" if kept else "offload"
+            activations.policy, activations.mix = "recompute" if kept else "offload", ()
             _set_policy(layers, activations.policy)
             _offload(trainer).on = not kept
             what, then = ("activations", "recomputed") if kept else ("layer inputs", "in host memory")

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..models.checkpointing import policy_of
 from ..models.graphs import LayerGraphs, Size, largest_size, size_of
 from ..models.patch import decoder_layers, patched_core
 from ..packing.dataset import lengths_of
@@ -66,7 +67,7 @@ def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> LayerGraphs |
         return None
     if trainer.accelerator.distributed_type != "NO" or core._fastlm_model.limits:
         return None
-    if any(layer.gradient_checkpointing for layer in decoder_layers(core)):
+    if any(policy_of(layer, False) != "keep" for layer in decoder_layers(core)):
         return None
     largest = int(memory.largest_batch(trainer, state, boundaries.token_count))
     whole = size_of(largest, boundaries.sample_count, boundaries.max_length)
