@@ -21,6 +21,7 @@ from .models.patch import patch, unwrap_peft
 from .options import (
     bits_of,
     check_bits,
+    check_room,
     choose_dtype,
     fit_length,
     is_bfloat16_supported,
@@ -134,6 +135,8 @@ class FastLanguageModel:
         elif "quantization_config" not in loader_keywords and not (full_finetuning or in_16bit):
             in_4bit = on_gpu if load_in_4bit is None else load_in_4bit
             loader_keywords |= quantisation_keywords(in_4bit, load_in_8bit, dtype)
+        if on_gpu and not trust_remote_code:
+            check_room(str(model_name), config, dtype, device_map, loader_keywords.get("quantization_config"))
         if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
             loader_keywords.setdefault("attn_implementation", "eager")  # stock SDPA leaves the cap out
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from typing import Any
 
 import torch
-from transformers import BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from .keywords import nearest
+from .training.costs import weight_bytes
+from .training.memory import free_bytes
 
 __all__ = [
-    "bits_of", "check_bits", "choose_dtype", "fit_length", "is_bfloat16_supported", "keep_quantisation",
-    "place", "quantisation_keywords",
+    "bits_of", "check_bits", "check_room", "choose_dtype", "fit_length", "is_bfloat16_supported", "keep_quantisation",
+    "meta_model", "place", "quantisation_keywords",
 ]  # fmt: skip
 
 _DTYPES = {
@@ -146,6 +149,41 @@ def keep_quantisation(
         print(f"fastlm: the checkpoint is stored in {bits} and stays so")
     if bits == "4-bit":
         config.quantization_config = {**facts, "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch.")}
+
+
+def meta_model(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+    """A causal LM without weights. RuntimeError, and nothing allocated, where it would get some."""
+    with torch.device("meta"):
+        # torch looks for its constructors once: they are not found where they were replaced by others at that time
+        if not all(make(1).is_meta for make in (torch.empty, torch.ones, torch.zeros)):
+            raise RuntimeError(
+                "torch.device('meta') has no effect in this process, so the weights would be allocated: something "
+                "replaced torch.empty while torch first looked for it; call this in a new process"
+            )
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code
+        )  # fmt: skip
+
+
+def check_room(name: str, config: Any, dtype: torch.dtype, device_map: Any, quantisation: Any) -> None:
+    """ValueError, before anything is loaded, where the weights take more than the one GPU they go to has free.
+
+    Weights in 16 or 32 bits and in NF4 are counted; other quantisations, and models spread over devices, are not.
+    """
+    index = device_map.get("") if isinstance(device_map, dict) else None
+    in_4bit = getattr(quantisation, "load_in_4bit", False)
+    if not isinstance(index, int) or getattr(config, "quantization_config", None) or (quantisation and not in_4bit):
+        return
+    twin, free = meta_model(config, dtype), free_bytes(torch.device("cuda", index))
+    taken, in_nf4 = weight_bytes(twin, in_4bit), weight_bytes(twin, True)
+    if taken <= free:
+        return
+    spelled = "NF4" if in_4bit else str(dtype).removeprefix("torch.")
+    fits = not in_4bit and in_nf4 <= free
+    raise ValueError(
+        f"the weights of {name} take {taken / 2**30:.1f} GiB in {spelled}, and {free / 2**30:.1f} GiB of the GPU are "
+        f"free: {f'load_in_4bit=True takes {in_nf4 / 2**30:.1f}' if fits else 'free some, or take a smaller model'}"
+    )
 
 
 def bits_of(model: Any) -> str:

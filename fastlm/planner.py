@@ -18,14 +18,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from . import keywords as kw
 from .console import table
 from .gguf_weights import GGUFCheckpoint, find_gguf
 from .loader import base_of_adapter, existing, load_config
 from .models.patch import patch, unwrap_peft
-from .options import bits_of, check_bits, fit_length
+from .options import bits_of, check_bits, fit_length, meta_model
 from .training.costs import POLICIES, StepCosts, in_words, ladder, per_layer, step_costs
 from .training.memory import MARGIN, RESERVE
 from .training.report import PEAK_TFLOPS, Operations, attended_pairs, count_operations, gpu_of
@@ -204,18 +204,8 @@ def plan(
 
 
 def twin_of(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """A patched causal LM without weights. RuntimeError, and nothing allocated, where it would get some.
-
-    ValueError for layers that fastlm does not fuse.
-    """
-    with torch.device("meta"):
-        # torch looks for its constructors once: they are not found where they were replaced by others at that time
-        if not all(make(1).is_meta for make in (torch.empty, torch.ones, torch.zeros)):
-            raise RuntimeError(
-                "torch.device('meta') has no effect in this process, so the weights would be allocated: something "
-                "replaced torch.empty while torch first looked for it; call this in a new process"
-            )
-        twin = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    """A patched causal LM without weights. ValueError for layers that fastlm does not fuse."""
+    twin = meta_model(config, dtype, trust_remote_code)
     for name, reason in patch(twin).stock.items():
         if not name.endswith(type(twin).__name__):  # the head may
             raise ValueError(f"plan counts what layers keep that fastlm fuses, and {name} runs stock code ({reason})")

@@ -14,11 +14,12 @@ import pytest
 import torch
 from peft import PeftModel
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 import fastlm
-from fastlm import options
+from fastlm import loader, options
 from fastlm.loader import FastLanguageModel, is_bfloat16_supported
+from fastlm.training import costs
 from tests.tiny import FAMILIES, relative_error, tiny_model, tiny_tokenizer
 
 IDS = torch.randint(4, 250, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -237,6 +238,32 @@ def test_full_finetuning_trains_every_weight(folder: str, capsys: pytest.Capture
     assert all(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters())
     assert FastLanguageModel.get_peft_model(model) is model
     assert "no LoRA is added" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("bits", "free", "message"),
+    [
+        (dict(load_in_16bit=True), 0, r"take 0\.0 GiB in float16.* free some, or take a smaller model"),
+        (dict(load_in_4bit=True), 0, "in NF4, and 0.0 GiB of the GPU are free: free some"),
+        (dict(load_in_16bit=True), -1, r"free: load_in_4bit=True takes 0\.0"),
+    ],
+)
+def test_weights_too_large_for_the_gpu_are_refused_before_loading(
+    bits: dict[str, bool], free: int, message: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "place", lambda _: ({"": 0}, True))
+    twin = options.meta_model(AutoConfig.from_pretrained(folder), torch.float16)
+    plain, nf4 = (costs.weight_bytes(twin, quantised) for quantised in (False, True))
+    assert plain == 2 * sum(p.numel() for p in twin.parameters()) and nf4 < plain - 1
+    monkeypatch.setattr(options, "free_bytes", lambda device: free if free == 0 else plain - 1)
+    with pytest.raises(ValueError, match=message):
+        FastLanguageModel.from_pretrained(folder, **bits)
+    monkeypatch.setattr(options, "free_bytes", lambda device: plain)
+    options.check_room("it", twin.config, torch.float16, {"": 0}, None)
+    monkeypatch.setattr(options, "free_bytes", lambda device: 0)
+    for elsewhere in ("auto", {"": "cpu"}, {"model": 0, "lm_head": 1}):
+        options.check_room("it", twin.config, torch.float16, elsewhere, None)
+    options.check_room("it", twin.config, torch.float16, {"": 0}, BitsAndBytesConfig(load_in_8bit=True))
 
 
 def test_missing_things_are_one_clear_error(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .launch import device_guard, long_indexing, multiprocessor_count, next_power_of_2, tl, triton
+from .rms_norm import sum_partials
 
 __all__ = ["FlashFunction", "FlashSettings", "flash_attention", "flash_bwd", "flash_fwd"]
 
@@ -228,22 +229,22 @@ def _dkv_kernel(
     q_pointer, k_pointer, v_pointer, dout_pointer, lse_pointer, delta_pointer, dk_pointer, dv_pointer,
     cu_seqlens_pointer, sample_count, token_count, window, inner_scale, outer_scale, scale,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, dout_stride, dout_head_stride,
+    apart_stride,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HEADS: tl.constexpr,
     SEARCH_STEPS: tl.constexpr, LONG_INDEXING: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile of keys: the sum over its group's query heads in one program, in order, or over HEADS of
-    them in each of several programs.
-    """
+    """dK and dV of a tile of keys, from HEADS query heads: its whole group, or parts apart_stride elements apart."""
     start, length, first = _tile(cu_seqlens_pointer, tl.program_id(0), sample_count, OWN, SEARCH_STEPS)
     if first >= length:
         return
-    part, parts = tl.program_id(1), tl.num_programs(1)
+    first_head = tl.program_id(1) * HEADS
+    key_head, key_heads = first_head // GROUP, tl.num_programs(1) * HEADS // GROUP
     if LONG_INDEXING:
-        start, part = start.to(tl.int64), part.to(tl.int64)
+        start, first_head, key_head = start.to(tl.int64), first_head.to(tl.int64), key_head.to(tl.int64)
     key = first + tl.arange(0, OWN)
-    k_pointer += start * k_stride + part * HEADS // GROUP * k_head_stride
-    v_pointer += start * v_stride + part * HEADS // GROUP * v_head_stride
+    k_pointer += start * k_stride + key_head * k_head_stride
+    v_pointer += start * v_stride + key_head * v_head_stride
     k = _load(k_pointer, key, k_stride, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
     v = _load(v_pointer, key, v_stride, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
     dk = tl.zeros([OWN, BLOCK_D], dtype=tl.float32)
@@ -254,7 +255,7 @@ def _dkv_kernel(
         end = tl.minimum(first + OWN - 1 + window, length)
     count = (end - begin + STEP - 1) // STEP
     for step in range(HEADS * count):  # one loop over heads and blocks: loads stay in flight across both
-        head = part * HEADS + step // count
+        head = first_head + step // count
         query = begin + step % count * STEP + tl.arange(0, STEP)
         head_pointer = q_pointer + start * q_stride + head * q_head_stride
         q = _load(head_pointer, query, q_stride, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
@@ -269,8 +270,8 @@ def _dkv_kernel(
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")  # past the sample dO and delta are 0
         dlogits = p * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :]) * slope
         dk = tl.dot(dlogits.to(q.dtype), q, dk, input_precision="ieee")
-    row = (start * parts + part) * HEAD_DIM
-    address, inside = _address(row, key, parts * HEAD_DIM, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
+    row = first_head % GROUP * apart_stride + (start * key_heads + key_head) * HEAD_DIM
+    address, inside = _address(row, key, key_heads * HEAD_DIM, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
     tl.store(dk_pointer + address, (dk * scale).to(dk_pointer.dtype.element_ty), mask=inside)
     tl.store(dv_pointer + address, dv.to(dv_pointer.dtype.element_ty), mask=inside)
 
@@ -296,21 +297,22 @@ def flash_bwd(
     sinks: Tensor | None, settings: FlashSettings,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients of q, k, v and sinks, contiguous, in the dtypes of these."""
-    dq, dkv = (torch.empty(shape, dtype=q.dtype, device=q.device) for shape in (q.shape, (2, *k.shape)))
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
     strides, used = _strides(q, k, v, dout), (q, k, v, out, dout)
     with device_guard(q):
         grid, arguments, options = _launch(1, q, k, cu_seqlens, settings, used)
         _dq_kernel[grid](q, k, v, out, dout, lse, delta, dq, *arguments, settings.scale, *strides, **options)
         grid, arguments, options = _launch(2, q, k, cu_seqlens, settings, used)
-        group, parts = options["GROUP"], dkv
-        if apart := group > 1 and math.prod(grid) < _FEW_PROGRAMS * multiprocessor_count(q.device):
-            parts, grid = torch.empty(2, *q.shape, dtype=torch.float32, device=q.device), (grid[0], q.shape[1])
-        _dkv_kernel[grid](
-            q, k, v, dout, lse, delta, *parts, *arguments, settings.scale, *strides, HEADS=1 if apart else group,
-            **options,
+        group = options["GROUP"]
+        apart = group > 1 and math.prod(grid) < _FEW_PROGRAMS * multiprocessor_count(q.device)
+        dtype, count = (torch.float32, group) if apart else (k.dtype, 1)
+        parts = torch.empty(count, 2, *k.shape, dtype=dtype, device=k.device)
+        _dkv_kernel[(grid[0], q.shape[1]) if apart else grid](
+            q, k, v, dout, lse, delta, *parts[0], *arguments, settings.scale, *strides, parts.stride(0),
+            HEADS=1 if apart else group, **options,
         )  # fmt: skip
-    dk, dv = parts.unflatten(2, (-1, group)).sum(3).to(k.dtype) if apart else dkv
+    dk, dv = sum_partials(parts.view(group, -1), k.dtype).view(2, *k.shape) if apart else parts[0]
     if sinks is None:
         return dq, dk, dv, None
     share = torch.exp2(sinks.float()[:, None] * _LOG2_E - lse)  # [Hq, T]: the sinks' part of the softmax

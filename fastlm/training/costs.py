@@ -18,7 +18,7 @@ from ..kernels.linear_cross_entropy import chunk_rows
 from ..kernels.lora import TILE
 
 __all__ = ["OPTIMISERS", "PARTS", "POLICIES", "LayerCosts", "StepCosts", "in_words", "ladder", "layer_costs",
-           "optimiser_bytes", "per_layer", "step_costs"]  # fmt: skip
+           "optimiser_bytes", "per_layer", "step_costs", "weight_bytes"]  # fmt: skip
 
 POLICIES = ("keep", "lean", "recompute", "offload")  # of activations, the fastest first
 PARTS = ("weights", "adapters", "optimiser", "gradients", "activations", "loss", "workspace")
@@ -301,11 +301,6 @@ def step_costs(
     parameters = list(model.parameters())
     if full:
         trained = [(p.numel(), size, p is embedding) for p in parameters]
-    weights = sum(p.numel() for p in parameters) * size
-    if quantised:
-        for module in modules.values():
-            if isinstance(module, nn.Linear) and module is not head:
-                weights += _nf4_bytes(module.weight.numel()) - module.weight.numel() * size
     path = next(name for name, module in modules.items() if module is backbone.layers)
     layers = []
     for index, layer in enumerate(backbone.layers):
@@ -317,9 +312,20 @@ def step_costs(
     rotations = getattr(model.config, "rope_parameters", None) or {}  # gemma3 and olmo3 have two kinds of layers
     tables = 2 * backbone.layers[0].self_attn.head_dim * max(1, sum(isinstance(r, dict) for r in rotations.values()))
     return StepCosts(
-        tuple(layers), weights, adapters, sum(elements * each for elements, each, _ in trained), states, stepping,
+        tuple(layers), weight_bytes(model, quantised), adapters,
+        sum(elements * each for elements, each, _ in trained), states, stepping,
         hidden * size, tables * size, vocabulary, size, full, head.weight is embedding, accumulates,
     )  # fmt: skip
+
+
+def weight_bytes(model: Any, quantised: bool) -> int:
+    """Of a causal LM's parameters; quantised: all projections but the head to NF4."""
+    size, head = model.dtype.itemsize, model.get_output_embeddings()
+    total: int = sum(parameter.numel() for parameter in model.parameters()) * size
+    for module in model.modules() if quantised else ():
+        if isinstance(module, nn.Linear) and module is not head:
+            total += _nf4_bytes(module.weight.numel()) - module.weight.numel() * size
+    return total
 
 
 def _nf4_bytes(elements: int) -> int:
