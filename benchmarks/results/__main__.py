@@ -1,4 +1,5 @@
-"""`python -m benchmarks.results FILE ...` prints records of this folder as markdown.
+"""`python -m benchmarks.results FILE ...` prints records of this folder as markdown; with --draw PNG those of steps
+become one figure.
 
 Ratios are the other's time over ours: above 1, ours is faster.
 """
@@ -8,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-__all__ = ["markdown"]
+__all__ = ["draw", "markdown"]
 
 RATIOS = {
     "torch_ms": "torch",
@@ -77,11 +78,40 @@ def _number(value: Any) -> str:
     return "" if value is None else str(value)
 
 
+def draw(records: list[dict[str, Any]], path: Path) -> None:
+    """A PNG with a bar for every case of step records: tokens a second, its memory, and the floor where it is known."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [row for kept in records for row in kept["results"]][::-1]  # the first at the top
+    figure = Figure(figsize=(10, 1 + 0.42 * len(rows)), dpi=110, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="valid tokens a second")
+    bars = axes.barh([row["case"] for row in rows], [row["tokens_per_second"] for row in rows], color="tab:blue")
+    axes.bar_label(bars, [f"{row['tokens_per_second']:,}, {row['peak_gib']:.1f} GiB" for row in rows], padding=3)
+    for bar, row in zip(bars, rows, strict=True):
+        if row.get("floor_tokens_per_second"):
+            ends = bar.get_y(), bar.get_y() + bar.get_height()
+            axes.vlines(row["floor_tokens_per_second"], *ends, colors="black", label="floor: products and attention")
+    axes.margins(x=0.2)
+    axes.set_xlim(left=0)
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        axes.legend(handles[:1], labels[:1])
+    canvas.print_png(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.results", description="Print records as markdown.")
     parser.add_argument("files", nargs="+", metavar="FILE", type=Path)
-    for file in parser.parse_args().files:
-        print(markdown(json.loads(file.read_text(encoding="utf-8"))) + "\n")
+    parser.add_argument("--draw", metavar="PNG", type=Path, help="draw these records of steps instead")
+    arguments = parser.parse_args()
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in arguments.files]
+    if arguments.draw is not None:
+        draw(records, arguments.draw)
+        return
+    for record in records:
+        print(markdown(record) + "\n")
 
 
 if __name__ == "__main__":
