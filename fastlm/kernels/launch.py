@@ -13,6 +13,7 @@ from torch import Tensor
 
 __all__ = [
     "HAS_TRITON",
+    "Branch",
     "as_rows",
     "device_guard",
     "exp_accurate",

@@ -106,6 +106,22 @@ def _turned(x: Sequence[Tensor], cos: Tensor, sin: Tensor, head_dim: int, *, bac
     return [q.flatten(2), k.flatten(2)]
 
 
+def _products(
+    frozen: _Frozen, weights: Sequence[Tensor | Dequantizable], b: Sequence[Tensor | None], rows: Tensor,
+    low: Tensor | None, outs: Sequence[Tensor | None] | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Of as many projections as there are b: rows [T, in] -> [T, out] of each, written where room is given."""
+    branch, products = Branch(rows.device), list[Tensor]()
+    lows, outs = split_low(low, b), outs or [None] * len(b)
+    for i in reversed(range(len(b))):  # a branch waits for what was launched before it, so the first one comes last
+        with branch if i else nullcontext():
+            weight = dense(weights[i], frozen.dtype)
+            y = _project(rows, lows[i], weight, frozen.biases[i], b[i], frozen.scales[i], outs[i])
+        products.insert(0, y)
+    branch.join()
+    return products
+
+
 class LoraLinearFunction(torch.autograd.Function):
     """n projections of one input; see `lora_linear`. Tensor inputs after ``frozen``: cos, sin, a_1..a_n, b_1..b_n."""
 
@@ -122,13 +138,7 @@ class LoraLinearFunction(torch.autograd.Function):
             stacked = stack(a, frozen.dtype)
             low = None if stacked is None else rows @ stacked.t()  # [T, sum of r]
             branch.join()
-            outputs = []
-            for i, part in enumerate(split_low(low, cast)):
-                with branch if i else nullcontext():
-                    weight = dense(frozen.weights[i], frozen.dtype)
-                    y = _project(rows, part, weight, frozen.biases[i], cast[i], frozen.scales[i])
-                outputs.append(_shaped(y, x))
-            branch.join()
+            outputs = [_shaped(y, x) for y in _products(frozen, frozen.weights, cast, rows, low)]
             if cos is not None and sin is not None:
                 outputs[:2] = _turned(outputs[:2], cos, sin, frozen.head_dim, backward=False)
         needed = None if stacked is None else rows
@@ -185,26 +195,13 @@ def _gated_backward(
     return dgate, dup, hidden.detach()
 
 
-def _gate_and_up(
-    frozen: _Frozen, weights: Sequence[Tensor | Dequantizable], b: Sequence[Tensor | None], rows: Tensor,
-    low: Tensor | None, *outs: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    products, branch = list[Tensor](), Branch(rows.device)
-    for i, (part, out) in enumerate(zip(split_low(low, b[:2]), outs or (None, None), strict=True)):
-        with branch if i else nullcontext():
-            weight = dense(weights[i], frozen.dtype)
-            products.append(_project(rows, part, weight, frozen.biases[i], b[i], frozen.scales[i], out))
-    branch.join()
-    return products[0], products[1]
-
-
 def _mlp_tile(
     frozen: _Frozen, weights: Sequence[Tensor | Dequantizable], b: Sequence[Tensor | None], rows: Tensor,
     low: Tensor | None, low_down: Tensor | None = None, gate: Tensor | None = None, up: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """(low_down, gate, up, out) of these rows, written where room is given; b: of gate, up and down, and down's A."""
-    gate, up = _gate_and_up(frozen, weights, b, rows, low, gate, up)
+    gate, up = _products(frozen, weights, b[:2], rows, low, (gate, up))
     if frozen.output_needed or b[3] is not None:
         hidden = _gated(gate, up, frozen.activation)
         if b[3] is not None:
@@ -282,7 +279,7 @@ class LoraMLPFunction(torch.autograd.Function):
         ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
             dhidden = input_gradient([dy], weights[2:], dtype, dlow_down, a_down, branch)
             if gate is None or up is None:
-                gate, up = _gate_and_up(frozen, weights, b, rows, low)
+                gate, up = _products(frozen, weights, b[:2], rows, low)
             dgate, dup, hidden = _gated_backward(dhidden, gate, up, frozen.activation, a_down is not None, owned)
             with branch:
                 if dlow_down is not None and hidden is not None:

@@ -80,7 +80,7 @@ def summed(
     """
     beta = 1 if several else 0
     if not several:
-        wide = a.is_cuda and dtype == torch.float32
+        wide = a.is_cuda and a.itemsize == 2 and dtype == torch.float32
         total = a.new_empty(a.shape[0], b.shape[1], dtype=dtype if wide else a.dtype)
     elif total is None:
         wider = torch.promote_types(a.dtype, torch.float32)

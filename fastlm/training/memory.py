@@ -27,7 +27,7 @@ from ..packing.dataset import EVEN_AT, lengths_of
 from .costs import in_words, ladder, per_layer
 from .step import State, state_of
 
-__all__ = ["MARGIN", "RESERVE", "Activations", "free_bytes", "kept_bytes", "largest_batch", "training_step"]
+__all__ = ["MARGIN", "RESERVE", "Activations", "begin", "free_bytes", "kept_bytes", "largest_batch", "training_step"]
 
 MARGIN = 1.05  # fragmentation, and what the counts leave out
 RESERVE = 2**29  # bytes: libraries' workspaces
@@ -107,6 +107,16 @@ def training_step(
     return loss
 
 
+def begin(trainer: Any) -> None:
+    """Before Trainer.train: what an earlier trainer chose for the model is not the setting of this one."""
+    if not (layers := _layers(trainer)):
+        return
+    core: Any = patched_core(trainer.model)
+    _offload(trainer).on = getattr(core, "_fastlm_checkpointing", None) == "offload"  # as patch leaves it
+    for mlp in filter(None, map(_mlp, layers)):
+        mlp.products_kept = True
+
+
 def _layers(trainer: Any) -> list[Any]:
     """The decoder layers; none where the model is not patched (any more) or is none of the known families."""
     core: Any = patched_core(trainer.model)
@@ -175,8 +185,6 @@ def _begin_to_count(trainer: Any, layers: list[Any], activations: Activations, i
     for layer in layers:
         if "_fastlm" in layer.__dict__:
             layer._fastlm.kept = 0
-        if (mlp := _mlp(layer)) is not None:
-            mlp.products_kept = True
 
 
 def kept_bytes(layers: list[Any]) -> list[int]:
@@ -210,7 +218,7 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
     if gauge is not None and needed:
         sizes = f"{needed[-1] / 2**30:.1f} GiB"
         if level != levels[-1] and any(products):
-            sizes += f", without these products {needed[len(layers) - 1] / 2**30:.1f}"
+            sizes += f", without gate and up products {needed[len(layers) - 1] / 2**30:.1f}"
         state.voice.say(
             f"activations are {in_words(level)}: keeping them takes up to {sizes}, "
             f"and {gauge.free / 2**30:.1f} GiB are free"

@@ -105,7 +105,7 @@ def test_as_many_layers_keep_more_as_fit(tmp_path, free, capsys, level, below, n
     activations, said = state_of(trainer).activations, capsys.readouterr().out
     assert activations.policy == name and activations.mix == (level if name == "mixed" else ())
     assert f"fastlm: activations are {words} them takes up to {needed(other, (K, K, K)) / 2**30:.1f} GiB" in said
-    assert (f"without these products {least:.1f}, and" in said) == (name != K)
+    assert (f"without gate and up products {least:.1f}, and" in said) == (name != K)
     trainer.args.max_steps = 5
     trainer.train()  # Trainer switches recomputation on again
     assert policies(trainer) == list(level)
@@ -138,6 +138,19 @@ def test_earlier_gradients_need_room_where_a_layer_keeps(tmp_path, free):
         free(count)
         trainer, _ = run(tmp_path, **options)
         assert policies(trainer) == [R, R, expected]
+
+
+@pytest.mark.parametrize(("setting", "expected"), [(False, K), ("recompute", R)])
+def test_what_an_earlier_trainer_chose_is_not_the_next_ones(tmp_path, free, monkeypatch, setting, expected):
+    free(8 * GIB)
+    monkeypatch.setattr(memory, "ladder", lambda can_be_lean: ladder(can_be_lean)[:-1])
+    first, _ = run(tmp_path, layers=3)
+    core = patched_core(first.model)
+    assert policies(first) == [L, K, K]
+    core._fastlm_checkpointing, core._fastlm_model.offload.on = setting, True
+    trainer, _ = runs.train(first.model, runs.rows(), runs.config(tmp_path))
+    assert policies(trainer) == [expected] * 3 and not core._fastlm_model.offload.on
+    assert all(layer.mlp._fastlm.products_kept for layer in decoder_layers(core))
 
 
 @pytest.mark.parametrize(("level", "asked"), [((K, K, K), True), ((L, K, K), False), ((R, K, K), False)])
