@@ -13,7 +13,6 @@ from torch import Tensor
 
 __all__ = [
     "HAS_TRITON",
-    "Branch",
     "as_rows",
     "device_guard",
     "exp_accurate",
@@ -157,44 +156,6 @@ def multiprocessor_count(device: torch.device) -> int:
     if device.type != "cuda":
         return 2
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@lru_cache(maxsize=64)
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One a GPU: cuBLAS keeps a workspace for every stream."""
-    return torch.cuda.Stream(device)
-
-
-class Branch:
-    """``with branch:`` launches what need not be waited for until `join`: beside the rest while a CUDA graph is
-    captured, whose products of few rows leave a GPU half empty, and in order with the rest otherwise.
-
-    What is read within has to live until `join`: `hold` sees to that.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._side = self._main = None
-        self._held: list[Tensor | None] = []
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._side, self._main = _side_stream(device), torch.cuda.current_stream(device)
-
-    def __enter__(self) -> None:
-        if self._side is not None and self._main is not None:
-            self._side.wait_stream(self._main)
-            torch.cuda.set_stream(self._side)
-
-    def __exit__(self, *_: object) -> None:
-        if self._main is not None:
-            torch.cuda.set_stream(self._main)
-
-    def hold(self, *tensors: Tensor | None) -> None:
-        if self._side is not None:
-            self._held += tensors
-
-    def join(self) -> None:
-        if self._side is not None and self._main is not None:
-            self._main.wait_stream(self._side)
-            self._held.clear()
 
 
 # Of a program that loops, at 128 registers a thread. With twice as many programs the norm's weight gradient took two

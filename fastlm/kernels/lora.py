@@ -10,7 +10,6 @@ place. `lora_mlp` does the whole gated MLP and keeps gate and up only: the produ
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .glu import ACTIVATIONS, glu_bwd, glu_fwd, glu_reference
-from .launch import Branch, use_triton
+from .launch import use_triton
 from .low_rank import (
     Dequantizable,
     Projection,
@@ -111,15 +110,11 @@ def _products(
     low: Tensor | None, outs: Sequence[Tensor | None] | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Of as many projections as there are b: rows [T, in] -> [T, out] of each, written where room is given."""
-    branch, products = Branch(rows.device), list[Tensor]()
     lows, outs = split_low(low, b), outs or [None] * len(b)
-    for i in reversed(range(len(b))):  # a branch waits for what was launched before it, so the first one comes last
-        with branch if i else nullcontext():
-            weight = dense(weights[i], frozen.dtype)
-            y = _project(rows, lows[i], weight, frozen.biases[i], b[i], frozen.scales[i], outs[i])
-        products.insert(0, y)
-    branch.join()
-    return products
+    return [
+        _project(rows, lows[i], dense(weights[i], frozen.dtype), frozen.biases[i], b[i], frozen.scales[i], outs[i])
+        for i in range(len(b))
+    ]
 
 
 class LoraLinearFunction(torch.autograd.Function):
@@ -129,15 +124,13 @@ class LoraLinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, frozen: _Frozen, cos: Tensor | None, sin: Tensor | None, *adapters: Tensor | None
     ) -> tuple[Tensor, ...]:
-        count, branch = len(frozen.weights), Branch(x.device)
+        count = len(frozen.weights)
         a, b = adapters[:count], adapters[count:]
         with torch.autocast(x.device.type, enabled=False):
             rows = _rows(x, frozen.dtype)
-            with branch:
-                cast = [in_dtype(tensor, frozen.dtype) for tensor in b]
+            cast = [in_dtype(tensor, frozen.dtype) for tensor in b]
             stacked = stack(a, frozen.dtype)
             low = None if stacked is None else rows @ stacked.t()  # [T, sum of r]
-            branch.join()
             outputs = [_shaped(y, x) for y in _products(frozen, frozen.weights, cast, rows, low)]
             if cos is not None and sin is not None:
                 outputs[:2] = _turned(outputs[:2], cos, sin, frozen.head_dim, backward=False)
@@ -151,20 +144,18 @@ class LoraLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *douts: Tensor) -> tuple[Any, ...]:
         rows, low, stacked, cos, sin, *b = ctx.saved_tensors
         frozen: _Frozen = ctx.frozen
-        count, branch = len(frozen.weights), Branch(douts[0].device)
+        count = len(frozen.weights)
         if cos is not None:
             douts = (*_turned(douts[:2], cos, sin, frozen.head_dim, backward=True), *douts[2:])
         dys = [_rows(dout, frozen.dtype) for dout in douts]
         a_dtypes, b_dtypes = ctx.dtypes[:count], ctx.dtypes[count:]
-        with branch:
-            dlow = low_gradient(dys, b, frozen.scales)
-            db = b_gradients([None] * count, dys, split_low(low, b), frozen.scales, b_dtypes)
-            both = None if dlow is None else summed(None, dlow.t(), rows, dtype=common(a_dtypes))
-            da = a_gradients(both, b, a_dtypes)
+        dlow = low_gradient(dys, b, frozen.scales)
+        db = b_gradients([None] * count, dys, split_low(low, b), frozen.scales, b_dtypes)
+        both = None if dlow is None else summed(None, dlow.t(), rows, dtype=common(a_dtypes))
+        da = a_gradients(both, b, a_dtypes)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = input_gradient(dys, frozen.weights, frozen.dtype, dlow, stacked, branch).view(ctx.shape).to(ctx.dtype)
-        branch.join()
+            dx = input_gradient(dys, frozen.weights, frozen.dtype, dlow, stacked).view(ctx.shape).to(ctx.dtype)
         return dx, None, None, None, *da, *map(in_dtype, db, b_dtypes)
 
 
@@ -227,14 +218,12 @@ class LoraMLPFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, frozen: _Frozen, *adapters: Tensor | None) -> Tensor:
         a, b = adapters[:3], adapters[3:]
-        dtype, branch = frozen.dtype, Branch(x.device)
+        dtype = frozen.dtype
         with torch.autocast(x.device.type, enabled=False):
             rows = _rows(x, dtype)
-            with branch:
-                cast = [in_dtype(tensor, dtype) for tensor in (*b, a[2])]
+            cast = [in_dtype(tensor, dtype) for tensor in (*b, a[2])]
             stacked = stack(a[:2], dtype)
             low = None if stacked is None else rows @ stacked.t()
-            branch.join()
             several = len(rows) > TILE
             kept = frozen.products_kept and (frozen.output_needed or not several)
             low_down, gate, up, out = None, None, None, None
@@ -266,10 +255,8 @@ class LoraMLPFunction(torch.autograd.Function):
         several, dx_wanted = len(dy) > TILE, ctx.needs_input_grad[0]
         # dense once for all tiles
         weights = [dense(weight, dtype) for weight in frozen.weights] if several else frozen.weights
-        branch = Branch(dy.device)
-        with branch:
-            dlow_down = low_gradient([dy], b[2:], frozen.scales[2:])
-            db_down = b_gradients([None], [dy], [low_down], frozen.scales[2:], b_dtypes[2:])
+        dlow_down = low_gradient([dy], b[2:], frozen.scales[2:])
+        db_down = b_gradients([None], [dy], [low_down], frozen.scales[2:], b_dtypes[2:])
         owned = not (frozen.output_needed and frozen.products_kept)  # nobody else's, or of a graph of one backward
         sums: list[Tensor | None] = [None] * 3  # dB of gate and up, dA of down
 
@@ -277,22 +264,19 @@ class LoraMLPFunction(torch.autograd.Function):
             dy: Tensor, dlow_down: Tensor | None, rows: Tensor, low: Tensor | None, gate: Tensor | None,
             up: Tensor | None, low_down: Tensor | None = None, dlow: Tensor | None = None, dx: Tensor | None = None,
         ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-            dhidden = input_gradient([dy], weights[2:], dtype, dlow_down, a_down, branch)
+            dhidden = input_gradient([dy], weights[2:], dtype, dlow_down, a_down)
             if gate is None or up is None:
                 gate, up = _products(frozen, weights, b[:2], rows, low)
             dgate, dup, hidden = _gated_backward(dhidden, gate, up, frozen.activation, a_down is not None, owned)
-            with branch:
-                if dlow_down is not None and hidden is not None:
-                    sums[2] = summed(sums[2], dlow_down.t(), hidden, several=several, dtype=a_dtypes[2])
-                    if low_down is not None:
-                        torch.mm(hidden, a_down.t(), out=low_down)
-                dlow = low_gradient([dgate, dup], b[:2], frozen.scales[:2], dlow)
-                lows = split_low(low, b[:2])
-                sums[:2] = b_gradients(sums[:2], [dgate, dup], lows, frozen.scales[:2], b_dtypes[:2], several=several)
-            branch.hold(hidden)
+            if dlow_down is not None and hidden is not None:
+                sums[2] = summed(sums[2], dlow_down.t(), hidden, several=several, dtype=a_dtypes[2])
+                if low_down is not None:
+                    torch.mm(hidden, a_down.t(), out=low_down)
+            dlow = low_gradient([dgate, dup], b[:2], frozen.scales[:2], dlow)
+            lows = split_low(low, b[:2])
+            sums[:2] = b_gradients(sums[:2], [dgate, dup], lows, frozen.scales[:2], b_dtypes[:2], several=several)
             del hidden, dhidden
-            dx = input_gradient([dgate, dup], weights[:2], dtype, dlow, stacked, branch, dx) if dx_wanted else None
-            branch.join()
+            dx = input_gradient([dgate, dup], weights[:2], dtype, dlow, stacked, dx) if dx_wanted else None
             return dlow, dx
 
         if not several:

@@ -10,8 +10,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .launch import Branch
-
 __all__ = [
     "Dequantizable", "Projection", "a_gradients", "b_gradients", "common", "dense", "in_dtype", "input_gradient",
     "low_gradient", "split_low", "stack", "summed",
@@ -94,17 +92,13 @@ def summed(
 
 def input_gradient(
     dys: Sequence[Tensor], weights: Sequence[Tensor | Dequantizable], dtype: torch.dtype, dlow: Tensor | None,
-    stacked: Tensor | None, branch: Branch, out: Tensor | None = None,
+    stacked: Tensor | None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """sum_i dy_i W_i + dlow A, accumulated in one buffer; it is written into out if that is given.
-
-    branch: where dlow is made; joined before that is needed.
-    """
+    """sum_i dy_i W_i + dlow A, accumulated in one buffer; it is written into out if that is given."""
     for index, (dy, weight) in enumerate(zip(dys, weights, strict=True)):
         w = dense(weight, dtype)
         out = torch.mm(dy, w, out=out) if index == 0 else torch.addmm(out, dy, w, out=out)  # type: ignore[arg-type]
     assert out is not None
-    branch.join()
     return out if dlow is None or stacked is None else torch.addmm(out, dlow, stacked, out=out)
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from fastlm.kernels import launch
-from fastlm.kernels.launch import Branch
 
 from .interpreter import cpu_path_test
 
@@ -98,50 +97,3 @@ def test_kernels_import_and_run_without_triton() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_a_branch_off_a_gpu_is_nothing() -> None:
-    branch, order = Branch(torch.device("cpu")), []
-    with branch:
-        order.append("within")
-    branch.hold(torch.ones(1))
-    branch.join()
-    assert order == ["within"] and branch._held == []
-
-
-@pytest.mark.gpu
-def test_gpu_branches_of_a_captured_graph_are_joined() -> None:
-    """Long products beside short ones: what comes after `join` sees both, and eager launches are on one stream."""
-    x, w = torch.randn(64, 4096, device="cuda"), torch.randn(4096, 4096, device="cuda") / 64
-
-    def work() -> torch.Tensor:
-        branch = Branch(x.device)
-        with branch:
-            long = x
-            for _ in range(20):
-                long = long @ w
-        short = x.sin()
-        branch.hold(short)
-        branch.join()
-        with branch:
-            long = long + short
-        branch.join()
-        return long * 2
-
-    assert Branch(x.device)._side is None
-    expected = work()
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-        graph.capture_begin()
-        out = work()
-        graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-    for _ in range(3):
-        out.zero_()
-        graph.replay()
-        assert torch.equal(out, expected)
-    x.copy_(torch.randn_like(x))
-    graph.replay()
-    assert torch.equal(out, work())

@@ -13,8 +13,6 @@ from fastlm.kernels.lora import Projection, Rotation, lora_linear, lora_linear_r
 from fastlm.kernels.rope import rope
 from tests.tiny import relative_error
 
-from .streams import Streams
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -126,43 +124,6 @@ def test_adapters_of_two_dtypes():
     ours, theirs = run(lora_linear, x, projections, douts), run(lora_linear_reference, x, projections, douts)
     for got, stock in zip(ours, theirs, strict=True):
         assert got.dtype == stock.dtype and relative_error(got, stock) <= 2e-2
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="Streams simulates them")
-@pytest.mark.parametrize("tile", [5, 16])
-@pytest.mark.parametrize("ranks", [(4, 4, 4), (3, None, 5), (None, 4, None)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_streams_of_a_captured_graph_wait_for_each_other(monkeypatch, dtype, ranks, tile):
-    """Nothing is read before it is there, nor freed before it is read; adapters in fp32 are cast beside a product."""
-    monkeypatch.setattr(lora, "TILE", tile)
-    sizes = ((24, 40), (24, 40), (40, 24))
-    projections = [projection(i, o, torch.float32, rank=r) for r, (i, o) in zip(ranks, sizes, strict=True)]
-    projections = [replace(p, weight=p.weight.to(dtype)) for p in projections]
-    turned = [projection(24, n, dtype, rank=r) for r, n in zip(ranks, (32, 16, 16), strict=True)]
-    x, table = torch.randn(1, 12, 24).to(dtype), torch.randn(1, 12, 8)
-    functions = [lambda x: lora_linear(x, turned), lambda x: lora_linear(x, turned, Rotation(table, table, 8))]
-    for kept in ({}, {"products_kept": False}, {"output_needed": False}):
-        functions.append(lambda x, kept=kept: (lora_mlp(x, *projections, "silu", **kept),))
-    for function in functions:
-        for above in (True, False):
-            with (streams := Streams()), monkeypatch.context() as patched:
-                patched.setattr(lora, "Branch", streams.branch)
-                outputs = function(x.clone().requires_grad_(above))
-                torch.autograd.backward(outputs, [torch.randn_like(y) for y in outputs])
-                streams.sweep()
-            assert streams.faults == [] and streams.known[0][1] == streams.clock[1] > 0
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="Streams simulates them")
-def test_products_of_one_input_run_at_once(monkeypatch):
-    """A branch waits for what was launched before it."""
-    x, qkv = torch.randn(6, 48), [projection(48, n, torch.float32, rank=None) for n in (64, 32, 32)]
-    gate, up, down = (projection(i, o, torch.float32, rank=None) for i, o in ((48, 64), (48, 64), (64, 48)))
-    for function, share in ((lambda: lora_linear(x, qkv), 1 / 2), (lambda: lora_mlp(x, gate, up, down, "silu"), 2 / 3)):
-        with (streams := Streams()), monkeypatch.context() as patched:
-            patched.setattr(lora, "Branch", streams.branch)
-            function()
-        assert max(streams.time) == share * streams.work > 0
 
 
 def test_under_autocast_parameters_keep_their_own_dtype():
