@@ -79,11 +79,14 @@ def _number(value: Any) -> str:
 
 
 def draw(records: list[dict[str, Any]], path: Path) -> None:
-    """A PNG with a bar for every case of step records: tokens a second, its memory, and the floor where it is known."""
+    """A PNG with a bar for every case of step records: tokens a second, its memory, and the floor where it is known.
+
+    A case that several records have is shown as the last of them measured it.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = [row for kept in records for row in kept["results"]][::-1]  # the first at the top
+    rows = list({row["case"]: row for kept in records for row in kept["results"]}.values())[::-1]  # the first on top
     figure = Figure(figsize=(10, 1 + 0.42 * len(rows)), dpi=110, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="valid tokens a second")
@@ -93,7 +96,7 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
         if row.get("floor_tokens_per_second"):
             ends = bar.get_y(), bar.get_y() + bar.get_height()
             axes.vlines(row["floor_tokens_per_second"], *ends, colors="black", label="floor: products and attention")
-    axes.margins(x=0.2)
+    axes.margins(x=0.35)
     axes.set_xlim(left=0)
     handles, labels = axes.get_legend_handles_labels()
     if handles:
