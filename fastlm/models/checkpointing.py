@@ -150,8 +150,8 @@ class _Recompute(torch.autograd.Function):
                 patch.recomputing = False
         if isinstance(count, _Kept):
             mlp = _layer(ctx.run).mlp.__dict__.get("_fastlm")
-            patch.products, patch.unmade = (0, 0) if mlp is None else (mlp.products, mlp.unmade)  # of this batch
-            patch.kept = count.bytes + patch.unmade
+            patch.products, unmade = (0, 0) if mlp is None else (mlp.products, mlp.unmade)  # of this batch
+            patch.kept = count.bytes + unmade
         wanted = [hidden, *ctx.trained] if hidden.requires_grad else ctx.trained
         summands = [part for part in (out if isinstance(out, tuple) else (out,)) if part.requires_grad]
         above = [dout.to(part.dtype) for part in summands]

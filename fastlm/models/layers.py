@@ -63,7 +63,7 @@ class LayerPatch:
     products_kept: whether they wait for backward instead.
     unmade: bytes of those that its last call left to backward alone, as a recomputed layer does in tiles.
     kept: bytes that a decoder layer would keep for backward if it were not recomputed; 0: to be counted at the next
-        recomputation, with its MLP's products and unmade; None: nobody asked.
+        recomputation, with its MLP's products; None: nobody asked.
     """
 
     kind: str

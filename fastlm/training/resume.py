@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..models.patch import is_patched
+from . import memory
 from .step import drain_metrics, state_of
 
 __all__ = [
@@ -44,6 +45,7 @@ def train(
         names = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
         trainer.__dict__[_NAMES] = names
         _check_names(names, _folder(trainer, resume_from_checkpoint))
+        memory.begin(trainer)
     return original(trainer, resume_from_checkpoint, *args, **kwargs)
 
 

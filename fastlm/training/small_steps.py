@@ -35,7 +35,6 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     state = state_of(trainer)
     if state is not None:
         state.graphs = None
-        memory.begin(trainer)
     try:
         return optimizers.train(original, trainer, *args, **kwargs)
     finally:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, TrainerCallback
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import fastlm
 from benchmarks.step import ARCHITECTURES
@@ -171,6 +171,16 @@ def test_what_an_earlier_trainer_chose_is_not_the_next_ones(tmp_path, free, monk
     trainer, _ = runs.train(first.model, runs.rows(), runs.config(tmp_path))
     assert policies(trainer) == [expected] * 3 and not core._fastlm_model.offload.on
     assert all(layer.mlp._fastlm.products_kept for layer in decoder_layers(core))
+
+
+def test_what_an_earlier_trainer_chose_is_not_that_of_transformers_own(tmp_path, free, monkeypatch):
+    free(8 * GIB)
+    monkeypatch.setattr(memory, "ladder", lambda can_be_lean: ladder(can_be_lean)[:-1])
+    first, _ = run(tmp_path, layers=3)
+    ids = [{"input_ids": list(range(5, 14)), "labels": list(range(5, 14))} for _ in range(4)]
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True, save_strategy="no")
+    Trainer(first.model, arguments, train_dataset=ids).train()
+    assert policies(first) == [K, K, K]
 
 
 @pytest.mark.parametrize(("level", "asked"), [((K, K, K), True), ((L, K, K), False), ((R, K, K), False)])
