@@ -293,12 +293,10 @@ def draw(file: Path) -> None:
 
 def draw_training(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """A PNG with a row of panels for each max_length: speed, speed-up beside the formula, share, losses."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     lengths = sorted({row["max_length"] for row in rows})
     figure = Figure(figsize=(18, 4 * len(lengths)), dpi=110, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     panels = figure.subplots(len(lengths), 4, squeeze=False)
     titles = ("valid tokens a second", "speed-up over padded", "share of tokens that are valid", "loss")
     for max_length, line in zip(lengths, panels, strict=True):
@@ -321,20 +319,18 @@ def draw_training(rows: Sequence[dict[str, Any]], path: Path) -> None:
         for axes in line[:3]:
             axes.set_ylim(bottom=0)
             axes.legend()
-    canvas.print_png(path)
+    figure.savefig(path)
 
 
 def draw_losses(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """A PNG with the loss of every step, one run over the other."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), dpi=120, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot(title="the same samples each step", ylabel="loss per token (nats)")
     axes.grid(alpha=0.3)
     _overlay(axes, rows)
-    canvas.print_png(path)
+    figure.savefig(path)
 
 
 def _overlay(axes: Any, rows: Sequence[dict[str, Any]]) -> None:

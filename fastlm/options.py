@@ -175,9 +175,10 @@ def check_room(name: str, config: Any, dtype: torch.dtype, device_map: Any, quan
     if not isinstance(index, int) or getattr(config, "quantization_config", None) or (quantisation and not in_4bit):
         return
     twin, free = meta_model(config, dtype), free_bytes(torch.device("cuda", index))
-    taken, in_nf4 = weight_bytes(twin, in_4bit), weight_bytes(twin, True)
+    taken = weight_bytes(twin, in_4bit)
     if taken <= free:
         return
+    in_nf4 = weight_bytes(twin, True)
     spelled = "NF4" if in_4bit else str(dtype).removeprefix("torch.")
     fits = not in_4bit and in_nf4 <= free
     raise ValueError(

@@ -26,7 +26,7 @@ from .gguf_weights import GGUFCheckpoint, find_gguf
 from .loader import base_of_adapter, existing, load_config
 from .models.patch import patch, unwrap_peft
 from .options import bits_of, check_bits, fit_length, meta_model
-from .training.costs import POLICIES, StepCosts, in_words, ladder, per_layer, step_costs
+from .training.costs import POLICIES, StepCosts, in_words, ladder, overall, per_layer, step_costs
 from .training.memory import MARGIN, RESERVE
 from .training.report import PEAK_TFLOPS, Operations, attended_pairs, count_operations, gpu_of
 
@@ -183,14 +183,14 @@ def plan(
         settings = {"": costs} | ({} if in_4bit else {"load_in_4bit=True, ": costs_of(True, False)})
         advice = _advice(settings, policies, memory, batch_size, max_length)
     each = per_layer(chosen or min(peaks, key=lambda name: peaks[name]), len(costs.layers))
-    counts, spent = Counter(each), costs.worst_moment(each, tokens)
+    spent = costs.worst_moment(each, tokens)
     held = "NF4" if in_4bit else str(dtype).removeprefix("torch.")
     how = "every weight trained" if full else f"LoRA r={max(lora.values())}"
     count = sum(parameter.numel() for parameter in twin.parameters()) / 1e9
     operations = count_operations(twin.requires_grad_(full), any(".mlp." in name for name in lora))
     assert operations is not None  # of layers that are fused
     return Plan(
-        fits=chosen is not None, policy=each[0] if len(counts) == 1 else "mixed", layers=dict(counts),
+        fits=chosen is not None, policy=overall(each), layers=dict(Counter(each)),
         peak_bytes=sum(spent.values()), parts=spent, peaks=peaks, memory_bytes=memory,
         largest_batch=most // max_length, longest_length=min(most // batch_size, limit),
         seconds_per_step={

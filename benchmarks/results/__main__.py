@@ -79,29 +79,20 @@ def _number(value: Any) -> str:
 
 
 def draw(records: list[dict[str, Any]], path: Path) -> None:
-    """A PNG with a bar for every case of step records: tokens a second, its memory, and the floor where it is known.
+    """A PNG with a bar for every case of step records: tokens a second, and its memory.
 
     A case that several records have is shown as the last of them measured it.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = list({row["case"]: row for kept in records for row in kept["results"]}.values())[::-1]  # the first on top
     figure = Figure(figsize=(10, 1 + 0.42 * len(rows)), dpi=110, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="valid tokens a second")
     bars = axes.barh([row["case"] for row in rows], [row["tokens_per_second"] for row in rows], color="tab:blue")
     axes.bar_label(bars, [f"{row['tokens_per_second']:,}, {row['peak_gib']:.1f} GiB" for row in rows], padding=3)
-    for bar, row in zip(bars, rows, strict=True):
-        if row.get("floor_tokens_per_second"):
-            ends = bar.get_y(), bar.get_y() + bar.get_height()
-            axes.vlines(row["floor_tokens_per_second"], *ends, colors="black", label="floor: products and attention")
     axes.margins(x=0.35)
     axes.set_xlim(left=0)
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        axes.legend(handles[:1], labels[:1])
-    canvas.print_png(path)
+    figure.savefig(path)
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """Causal flash attention over packed samples in Triton, with sliding window, softcap and sinks.
 
 After FlashAttention-2 (Dao, 2023) and the online softmax (Milakov and Gimelshein, 2018), for what torch's
-varlen does not take: gemma2's capped logits, gpt_oss's sinks, fp32. Logits, softmax and sums are fp32; P and
-its gradient are rounded to the inputs' dtype for the products. No T x T tensor, no host sync, no atomics: two
-runs give the same bits.
+varlen does not take, gemma2's capped logits, gpt_oss's sinks, fp32, and where it is faster. Logits, softmax and
+sums are fp32; P and its gradient are rounded to the inputs' dtype for the products. No T x T tensor, no host sync,
+no atomics: two runs give the same bits.
 
 A launch has T // OWN + S tiles a head. Sample s owns those from cu_seqlens[s] // OWN + s on, never fewer than
 it needs, and a program finds its sample by a search in cu_seqlens. That leaves at most one idle tile a

@@ -25,7 +25,6 @@ from .low_rank import (
     Projection,
     a_gradients,
     b_gradients,
-    common,
     dense,
     in_dtype,
     input_gradient,
@@ -151,8 +150,7 @@ class LoraLinearFunction(torch.autograd.Function):
         a_dtypes, b_dtypes = ctx.dtypes[:count], ctx.dtypes[count:]
         dlow = low_gradient(dys, b, frozen.scales)
         db = b_gradients([None] * count, dys, split_low(low, b), frozen.scales, b_dtypes)
-        both = None if dlow is None else summed(None, dlow.t(), rows, dtype=common(a_dtypes))
-        da = a_gradients(both, b, a_dtypes)
+        da = a_gradients(dlow, rows, b, a_dtypes)
         dx = None
         if ctx.needs_input_grad[0]:
             dx = input_gradient(dys, frozen.weights, frozen.dtype, dlow, stacked).view(ctx.shape).to(ctx.dtype)
@@ -289,11 +287,9 @@ class LoraMLPFunction(torch.autograd.Function):
                 run(*tile)
             if late is not None:
                 db_down = b_gradients([None], [dy], [late], frozen.scales[2:], b_dtypes[2:])
-        both = None if dlow is None else summed(None, dlow.t(), rows, dtype=common(a_dtypes[:2]))
-        da = a_gradients(both, b[:2], a_dtypes[:2])
-        da_down = a_gradients(sums[2], b[2:], a_dtypes[2:])
+        da = (*a_gradients(dlow, rows, b[:2], a_dtypes[:2]), in_dtype(sums[2], a_dtypes[2]))
         dx = None if dx is None else dx.view(ctx.shape).to(ctx.dtype)
-        return dx, None, *da, *da_down, *map(in_dtype, (*sums[:2], *db_down), b_dtypes)
+        return dx, None, *da, *map(in_dtype, (*sums[:2], *db_down), b_dtypes)
 
 
 def _split(

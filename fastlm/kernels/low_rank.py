@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Dequantizable", "Projection", "a_gradients", "b_gradients", "common", "dense", "in_dtype", "input_gradient",
-    "low_gradient", "split_low", "stack", "summed",
+    "Dequantizable", "Projection", "a_gradients", "b_gradients", "dense", "in_dtype", "input_gradient", "low_gradient",
+    "split_low", "stack", "summed",
 ]  # fmt: skip
 
 
@@ -127,19 +127,15 @@ def b_gradients(
     ]
 
 
-def common(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:
-    """The dtype of all that there are; None where they differ."""
-    present = {dtype for dtype in dtypes if dtype is not None}
-    return present.pop() if len(present) == 1 else None
-
-
 def a_gradients(
-    stacked: Tensor | None, b: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]
+    dlow: Tensor | None, rows: Tensor, b: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]
 ) -> list[Tensor | None]:  # fmt: skip
-    """dA of every projection, in its parameter's dtype, from those of all, dlow^T x [sum of r, in]."""
-    if stacked is None:
+    """dA = dlow^T x of every projection, in its parameter's dtype, by one product [sum of r, in] for all."""
+    if dlow is None:
         return [None] * len(b)
-    if (dtype := common(dtypes)) is not None:  # one cast for all
-        stacked = stacked.to(dtype)
+    present = {dtype for dtype in dtypes if dtype is not None}
+    dtype = present.pop() if len(present) == 1 else None  # one cast for all
+    stacked = summed(None, dlow.t(), rows, dtype=dtype)
+    stacked = stacked if dtype is None else stacked.to(dtype)
     pieces = iter(stacked.split([up.shape[1] for up in b if up is not None]))
     return [in_dtype(None if up is None else next(pieces), dtype) for up, dtype in zip(b, dtypes, strict=True)]

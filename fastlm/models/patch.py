@@ -29,8 +29,8 @@ from .layers import LayerPatch, Switch, activation_name, attention_features, for
 from .offload import Offload
 
 __all__ = [
-    "PatchReport", "is_patched", "padding_free_obstacle", "patch", "patched_core", "rebind_head",
-    "report", "unpatch", "unwrap_peft",
+    "PatchReport", "decoder_layers", "is_patched", "offloads", "padding_free_obstacle", "patch", "patched_core",
+    "rebind_head", "report", "unpatch", "unwrap_peft",
 ]  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def patch(model: nn.Module) -> PatchReport:
     switch = patched.switch if patched is not None else Switch()
     switch.on = True
     offload = patched.offload if patched is not None else Offload()
-    offload.on = getattr(core, "_fastlm_checkpointing", None) == "offload"
+    offload.on = offloads(core)
     fused: dict[str, int] = {}
     stock: dict[str, str] = {}
     backends: dict[str, str] = {}
@@ -150,6 +150,11 @@ def patched_core(model: Any) -> PreTrainedModel | None:
     core = unwrap_peft(model)
     patched = core.__dict__.get("_fastlm_model") if isinstance(core, PreTrainedModel) else None
     return core if patched is not None and patched.switch.on else None
+
+
+def offloads(core: Any) -> bool:
+    """Whether the model's own setting is to hold layer inputs in host memory."""
+    return getattr(core, "_fastlm_checkpointing", None) == "offload"
 
 
 def decoder_layers(core: Any) -> list[Any]:

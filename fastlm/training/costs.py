@@ -18,7 +18,7 @@ from ..kernels.linear_cross_entropy import chunk_rows
 from ..kernels.lora import TILE
 
 __all__ = ["OPTIMISERS", "PARTS", "POLICIES", "LayerCosts", "StepCosts", "in_words", "ladder", "layer_costs",
-           "optimiser_bytes", "per_layer", "step_costs", "weight_bytes"]  # fmt: skip
+           "optimiser_bytes", "overall", "per_layer", "step_costs", "weight_bytes"]  # fmt: skip
 
 POLICIES = ("keep", "lean", "recompute", "offload")  # of activations, the fastest first
 PARTS = ("weights", "adapters", "optimiser", "gradients", "activations", "loss", "workspace")
@@ -57,6 +57,11 @@ def per_layer(policy: str | Sequence[str], count: int) -> Sequence[str]:
     return [policy] * count if isinstance(policy, str) else policy
 
 
+def overall(policies: Sequence[str]) -> str:
+    """The policy of all layers, or "mixed"."""
+    return policies[0] if len(set(policies)) == 1 else "mixed"
+
+
 def in_words(policies: Sequence[str]) -> str:
     """What becomes of a model's activations, by the policies of its layers.
 
@@ -64,7 +69,7 @@ def in_words(policies: Sequence[str]) -> str:
     ('kept', 'kept in 1 of 3 layers, kept but for gate and up products in 1, recomputed in 1')
     """
     counts = Counter(policies)
-    if len(counts) == 1:
+    if overall(policies) != "mixed":
         return _WORDS[policies[0]]
     first, *others = [f"{words} in {counts[policy]}" for policy, words in _WORDS.items() if policy in counts]
     return ", ".join([f"{first} of {len(policies)} layers", *others])
@@ -233,10 +238,9 @@ class StepCosts:
             # what enters it, and what its second forward makes of that
             both_ends = self.hidden * (1 if runs_again else layer.keeps_entering) + layer.leaving * runs_again
             of_layer = layer.tiled if tokens > TILE else layer.moments
+            lean, new = policies[index] == "lean", gradients if sets_aside or not self.accumulates else 0
             for moment, (kept, absent, workspace, of_tile, fixed) in enumerate(of_layer, 1 - len(of_layer)):
-                lean = policies[index] == "lean"
                 absent = layer.remade * (moment < 0) if lean else absent * runs_again  # the MLP's come first
-                new = gradients if sets_aside or not self.accumulates else 0
                 kept += below + here + both_ends + self.tables - absent
                 activations = tokens * kept + copies + layer.copies * runs_again
                 workspace = tokens * workspace + min(tokens, TILE) * of_tile + fixed

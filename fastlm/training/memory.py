@@ -23,9 +23,9 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from ..models.layers import LayerPatch
 from ..models.offload import Offload
-from ..models.patch import decoder_layers, patched_core
+from ..models.patch import decoder_layers, offloads, patched_core
 from ..packing.dataset import EVEN_AT, lengths_of
-from .costs import in_words, ladder, per_layer
+from .costs import in_words, ladder, overall, per_layer
 from .step import State, state_of
 
 __all__ = ["MARGIN", "RESERVE", "Activations", "begin", "free_bytes", "kept_bytes", "largest_batch", "training_step"]
@@ -117,7 +117,7 @@ def begin(trainer: Any) -> None:
     if not (layers := _layers(trainer)):
         return
     core: Any = patched_core(trainer.model)
-    _offload(trainer).on = getattr(core, "_fastlm_checkpointing", None) == "offload"  # as patch leaves it
+    _offload(trainer).on = offloads(core)
     for mlp in filter(None, map(_mlp, layers)):
         mlp.products_kept = True
 
@@ -220,7 +220,7 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
     activations.levels = list(zip([0, *needed], levels, strict=False))
     if choice:
         _take(activations, layers, level)
-    else:
+    else:  # as they are: the user may have some of them recomputed only
         activations.policy = "recompute"
     if gauge is not None and needed:
         sizes = f"{needed[-1] / 2**30:.1f} GiB"
@@ -233,7 +233,8 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
 
 
 def _take(activations: Activations, layers: list[Any], level: tuple[str, ...]) -> None:
-    activations.policy, activations.mix = (level[0], ()) if len(set(level)) == 1 else ("mixed", level)
+    activations.policy = overall(level)
+    activations.mix = level if activations.policy == "mixed" else ()
     _set_policy(layers, level)
 
 
