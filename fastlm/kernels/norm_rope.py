@@ -25,7 +25,8 @@ from .launch import (
     triton,
     use_triton,
 )
-from .rms_norm import RMSNormOptions, check_norm, rms_norm_reference, sum_partials
+from .partial_sums import sum_partials
+from .rms_norm import RMSNormOptions, check_norm, rms_norm_reference
 from .rope import LAYOUTS, check_rope, load_heads, load_pairs, rope_reference, rope_tables, store_pairs
 
 __all__ = ["NormRopeFunction", "norm_rope", "norm_rope_fwd_bwd", "norm_rope_reference"]

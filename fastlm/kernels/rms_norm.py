@@ -25,10 +25,10 @@ from .launch import (
     triton,
     use_triton,
 )
+from .partial_sums import sum_partials
 
 __all__ = ["RMSNormFunction", "RMSNormOptions", "add_rms_norm", "check_norm", "rms_norm",
-           "rms_norm_add", "rms_norm_beside", "rms_norm_bwd", "rms_norm_fwd", "rms_norm_reference",
-           "sum_partials"]  # fmt: skip
+           "rms_norm_add", "rms_norm_beside", "rms_norm_bwd", "rms_norm_fwd", "rms_norm_reference"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,17 @@ class _Launch:
     stages: int = 1  # of rows in flight: a program that loops loads the next ones while it works on one
 
     @classmethod
-    def of(cls, width: int, elements: int = 4096) -> "_Launch":
-        """For programs that take one turn; short rows share one of so many elements."""
+    def of(cls, width: int, head_warps: int, *, twice: bool = False) -> "_Launch":
+        """For programs that take one turn, the fastest of each width (H200); twice: that sum a row and sum it again.
+
+        16 elements a thread, in head_warps warps where a row is a head; long rows in 4 where padding leaves some idle.
+        """
         block = next_power_of_2(width)
-        return cls(block, max(1, min(64, elements // block)), 8 if block <= 8192 else 16)
+        if block <= 2048:
+            elements, warps = 1024 if twice else 2048, head_warps if block <= 256 else 4
+        else:
+            elements, warps = block, 4 if width < block or twice else 8
+        return cls(block, max(1, elements // block), warps if block <= 8192 else 16)
 
     @classmethod
     def looping(cls, width: int, element_size: int) -> "_Launch":
@@ -188,33 +195,6 @@ def _rms_norm_backward_kernel(
             tl.store(address, weight_gradient, mask=column_mask[None, :])
 
 
-@triton.jit(do_not_specialize=["count"])
-def _sum_partials_kernel(
-    partial_pointer, out_pointer, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    column_mask = column < WIDTH
-    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for first in range(0, count, ROWS):
-        row = first + tl.arange(0, ROWS)
-        mask = (row < count)[:, None] & column_mask[None, :]
-        total += tl.load(partial_pointer + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
-    tl.store(out_pointer + column, tl.sum(total, axis=0).to(out_pointer.dtype.element_ty), mask=column_mask)
-
-
-def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """Column sums of contiguous fp32 [P, N], in a fixed order, rounded once to dtype: [N]."""
-    count, width = partial.shape
-    out = torch.empty(width, dtype=dtype, device=partial.device)
-    rows = min(512, next_power_of_2(count))
-    columns = 4096 // rows  # 8 at least: whole 32-byte sectors; many programs, one or two loads each
-    with device_guard(partial):
-        _sum_partials_kernel[(triton.cdiv(width, columns),)](
-            partial, out, count, WIDTH=width, ROWS=rows, COLUMNS=columns, num_warps=8
-        )
-    return out
-
-
 def rms_norm_fwd(
     x: Tensor, weight: Tensor, options: RMSNormOptions, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,7 +209,7 @@ def rms_norm_fwd(
         return y, summed, statistics
     rows, residual_rows = as_rows(x, x if residual is None else residual)
     weight = weight.contiguous()
-    launch = _Launch.of(width, 8192 if width <= 1024 else 4096)
+    launch = _Launch.of(width, 2, twice=options.centred)
     with device_guard(x):
         _rms_norm_forward_kernel[(triton.cdiv(row_count, launch.rows),)](
             rows, residual_rows, weight, y, summed, statistics, row_count, rows.shape[1],
@@ -254,7 +234,7 @@ def rms_norm_bwd(
         return dx, torch.zeros_like(weight) if weight_gradient else None
     x_rows, dy_rows, dsummed_rows = as_rows(x, dy, dy if dsummed is None else dsummed)
     weight = weight.contiguous()
-    launch, row_count, weight_rows = _Launch.of(width), statistics.shape[1], weight.numel() // width
+    launch, row_count, weight_rows = _Launch.of(width, 4), statistics.shape[1], weight.numel() // width
     partial = dx  # never written without WEIGHT_GRADIENT
     # without a weight's gradient too where it is faster: 0.204 ms, not 0.272, for 8,192 columns (H200)
     loops = weight_gradient or width > 4096 or weight_rows > 1

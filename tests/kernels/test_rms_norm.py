@@ -16,7 +16,6 @@ from fastlm.kernels.rms_norm import (
     rms_norm_bwd,
     rms_norm_fwd,
     rms_norm_reference,
-    sum_partials,
 )
 
 from .interpreter import (
@@ -135,15 +134,6 @@ def test_weight_gradient_is_deterministic() -> None:
     x, weight, dy = leaf(67, 96, dtype=torch.bfloat16), leaf(96, dtype=torch.bfloat16), leaf(67, 96)
     first, second = (both_ways(rms_norm, x, weight, dy)[2] for _ in range(2))
     assert torch.equal(first, second)
-
-
-@kernel_test
-@pytest.mark.parametrize(("count", "width"), [(1, 3), (5, 4100), (700, 24)])  # one; many columns; many rows
-def test_partial_sums(count: int, width: int) -> None:
-    partial = torch.randn(count, width, device=DEVICE)
-    total = sum_partials(partial, torch.float32)
-    torch.testing.assert_close(total, partial.double().sum(0).float(), rtol=1e-5, atol=1e-5)
-    assert sum_partials(partial, torch.float16).dtype == torch.float16
 
 
 @kernel_test
