@@ -69,9 +69,10 @@ _TRAFFIC = 11
 class Plan:
     """What a training step takes, in bytes as torch's allocator counts them.
 
-    fits: whether it fits with ``policy``, the fastest that does: "keep" all activations, all but the MLPs' gate and up
-        products ("lean"), "recompute" the layers, or "offload" their inputs too; "mixed" where layers differ. Where
-        none does, the one that takes least; ``advice`` names what would fit.
+    fits: whether it fits with ``policy``, the fastest that does: "keep" all activations, all but the norms' outputs
+        ("light"), all but these and the MLPs' gate and up products ("lean"), "recompute" the layers, or "offload" their
+        inputs too; "mixed" where layers differ. Where none does, the one that takes least; ``advice`` names what would
+        fit.
     layers: how many of them have each policy; of a mix, the last ones keep most.
     peak_bytes: at the worst moment. parts: "weights", "adapters", "optimiser", "gradients", "activations", "loss" and
         "workspace" then, which add up to it. peaks: of each policy, were it all layers'.
@@ -96,7 +97,8 @@ class Plan:
     def __str__(self) -> str:
         how = {
             "keep": "all activations kept",
-            "lean": "all activations kept but gate and up products",
+            "light": "all activations kept but norms",
+            "lean": "all activations kept but norms, gate and up products",
             "recompute": "layers recomputed",
             "offload": "layer inputs in host memory",
             "mixed": f"activations {in_words([name for name, count in self.layers.items() for _ in range(count)])}",
@@ -172,8 +174,8 @@ def plan(
 
     in_4bit, tokens = load_in_4bit or bits == "4-bit", batch_size * max_length
     costs = costs_of(in_4bit, full)
-    can_be_lean = any(layer.remade for layer in costs.layers)
-    policies = [name for name in POLICIES if can_be_lean or name != "lean"] if forced is None else [forced]
+    able = {"keep", "recompute", "offload"}.union(*(layer.spared() for layer in costs.layers))
+    policies = [name for name in POLICIES if name in able] if forced is None else [forced]
     peaks = {policy: sum(costs.worst_moment(policy, tokens).values()) for policy in policies}
     chosen = _fastest(costs, policies, memory, tokens)
     most = _most_tokens(costs, policies, memory)
@@ -263,7 +265,7 @@ def _targets(twin: Any, targets: Any) -> list[str]:
 def _fastest(costs: StepCosts, policies: Sequence[str], memory: int, tokens: int) -> str | Sequence[str] | None:
     """The fastest that fits, for all layers or for each; None where none does. Of policies, one alone is forced."""
     if len(policies) > 1:
-        levels = ladder([layer.remade > 0 for layer in costs.layers])
+        levels = ladder([layer.spared() for layer in costs.layers])
         fitting = bisect_right(levels, memory, key=lambda level: _needed(costs, level, tokens))
         if fitting:
             return levels[fitting - 1]
@@ -314,7 +316,7 @@ def _seconds(
     )
     moved = 0.0
     for layer, one, own in zip(costs.layers, layers, policies, strict=True):
-        moved += tokens * layer.kept * _TRAFFIC * {"keep": 1.0, "lean": 1.1}.get(own, 1.3)
+        moved += tokens * layer.kept * _TRAFFIC * {"keep": 1.0, "light": 1.02, "lean": 1.12}.get(own, 1.3)
         # dequantised: 2.5 bytes a weight at 64% of a copy's bandwidth, twice
         moved += (2 + (own in ("recompute", "offload"))) * 8 * one.forward * in_4bit
     sent = 2 * tokens * sum(layer.entering for layer in costs.layers) if policies[0] == "offload" else 0

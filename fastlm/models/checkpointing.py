@@ -61,12 +61,14 @@ def _offloads(func: Any) -> bool:
 
 
 def policy_of(layer: Any, offloads: bool) -> str:
-    """What becomes of a decoder layer's activations: "keep"; "lean", all but gate and up products; "recompute"; or
-    "offload". offloads: whether the model's ``Offload`` is on.
+    """What becomes of a decoder layer's activations: "keep"; "light", all but norms; "lean", all but these and gate and
+    up products; "recompute"; or "offload". offloads: whether the model's ``Offload`` is on.
     """
     if not getattr(layer, "gradient_checkpointing", False):
-        mlp = getattr(getattr(layer, "mlp", None), "_fastlm", None)
-        return "keep" if mlp is None or mlp.products_kept else "lean"
+        mlp, own = (getattr(part, "_fastlm", None) for part in (getattr(layer, "mlp", None), layer))
+        if mlp is not None and not mlp.products_kept:
+            return "lean"
+        return "keep" if own is None or own.norms_kept else "light"
     current: Any = getattr(layer, "_gradient_checkpointing_func", None)
     if getattr(current, "func", None) is recompute:
         current = current.args[0]  # what transformers put there
@@ -151,7 +153,7 @@ class _Recompute(torch.autograd.Function):
         if isinstance(count, _Kept):
             mlp = _layer(ctx.run).mlp.__dict__.get("_fastlm")
             patch.products, unmade = (0, 0) if mlp is None else (mlp.products, mlp.unmade)  # of this batch
-            patch.kept = count.bytes + unmade
+            patch.kept, patch.norms = count.bytes + unmade, count.norms
         wanted = [hidden, *ctx.trained] if hidden.requires_grad else ctx.trained
         summands = [part for part in (out if isinstance(out, tuple) else (out,)) if part.requires_grad]
         above = [dout.to(part.dtype) for part in summands]
@@ -160,11 +162,14 @@ class _Recompute(torch.autograd.Function):
 
 
 class _Kept(torch.autograd.graph.saved_tensors_hooks):
-    """Counts ``bytes``, the memory of what only this layer saves for backward: not its input, weights or mask."""
+    """Counts ``bytes``, the memory of what only this layer saves for backward: not its input, weights or mask.
+
+    norms: of these, what its norms put out.
+    """
 
     def __init__(self, run: Any, hidden: Tensor) -> None:
-        self.bytes = 0
-        layer = _layer(run)
+        self.bytes = self.norms = 0
+        layer: Any = _layer(run)
         known = (hidden, *_shared(run), *layer.parameters(), *layer.buffers())
         seen = {t.untyped_storage().data_ptr() for t in known if not is_traceable_wrapper_subclass(t)}
 
@@ -173,6 +178,7 @@ class _Kept(torch.autograd.graph.saved_tensors_hooks):
             if not is_traceable_wrapper_subclass(tensor) and storage.data_ptr() not in seen:  # those have no memory
                 seen.add(storage.data_ptr())
                 self.bytes += storage.nbytes()
+                self.norms += storage.nbytes() * (tensor.data_ptr() == layer._fastlm.reading)
             return tensor.detach() if tensor.grad_fn is not None else tensor  # else a graph that failed holds itself
 
         super().__init__(pack, lambda tensor: tensor)

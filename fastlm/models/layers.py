@@ -8,6 +8,8 @@ the fused form does not cover runs the class's own forward.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,7 @@ from .adapters import fusable, global_hooks, has_hooks
 from .checkpointing import CALL_CHECKPOINTS
 from .fingerprint import stock_function
 from .forms import AttentionForm, LayerForm, MLPForm, NormForm
+from .remaking import NormAgain
 
 __all__ = [
     "LayerPatch",
@@ -62,8 +65,10 @@ class LayerPatch:
     products: bytes of an MLP's gate and up products in its last call, where its own backward can make them again.
     products_kept: whether they wait for backward instead.
     unmade: bytes of those that its last call left to backward alone, as a recomputed layer does in tiles.
+    norms_kept: whether the outputs of a decoder layer's norms wait for backward, or are made again there (remaking.py).
     kept: bytes that a decoder layer would keep for backward if it were not recomputed; 0: to be counted at the next
-        recomputation, with its MLP's products; None: nobody asked.
+        recomputation, with its MLP's products and, in ``norms``, its norms' outputs; None: nobody asked.
+    reading: the address of the norm's output that is read now, in a run for its graph alone.
     """
 
     kind: str
@@ -72,7 +77,10 @@ class LayerPatch:
     backend: str | None = None
     previous: Any = field(default=None, repr=False)
     recomputing: bool = field(default=False, repr=False)
+    norms_kept: bool = field(default=True, repr=False)
     kept: int | None = field(default=None, repr=False)
+    norms: int = field(default=0, repr=False)
+    reading: int = field(default=0, repr=False)
     products: int = field(default=0, repr=False)
     products_kept: bool = field(default=True, repr=False)
     unmade: int = field(default=0, repr=False)
@@ -142,20 +150,45 @@ def _layer_body(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The layer's output; of a run for its graph alone the two summands, where nobody would read the sum."""
     residual = normed = hidden_states
-    after_attention = self.post_attention_layernorm
+    after_attention, before = self.post_attention_layernorm, None
     if form.norm_in and (before := _open_norms(self.input_layernorm)):
         normed, residual = rms_norm_beside(hidden_states, self.input_layernorm.weight, **before[0])
     elif form.norm_in:
         normed = self.input_layernorm(hidden_states)
-    attended, _ = self.self_attn(hidden_states=normed, **kwargs)
+    with _reading(self, normed, residual, self.input_layernorm, before) if before else nullcontext():
+        attended, _ = self.self_attn(hidden_states=normed, **kwargs)
     if form.norm_out:  # a norm reads the MLP's output, so that is needed in any case
-        residual = rms_norm_add(attended, residual, after_attention.weight, **options[0])
-        out = self.mlp(self.pre_feedforward_layernorm(residual) if form.norm_in else residual)
+        residual = normed = rms_norm_add(attended, residual, after_attention.weight, **options[0])
+        if form.norm_in:
+            normed, before = self.pre_feedforward_layernorm(residual), _open_norms(self.pre_feedforward_layernorm)
+        with _reading(self, normed, residual, self.pre_feedforward_layernorm, before) if before else nullcontext():
+            out = self.mlp(normed)
         return rms_norm_add(out, residual, self.post_feedforward_layernorm.weight, **options[1])
     normed, residual = add_rms_norm(attended, residual, after_attention.weight, **options[0])
-    if not self._fastlm.recomputing or has_hooks(self.mlp) or layer_patch(self.mlp) is None:
-        return residual + self.mlp(normed)
-    return residual, _mlp_forward(self.mlp, normed, output_needed=False)
+    with _reading(self, normed, residual, after_attention, options):
+        if not self._fastlm.recomputing or has_hooks(self.mlp) or layer_patch(self.mlp) is None:
+            return residual + self.mlp(normed)
+        return residual, _mlp_forward(self.mlp, normed, output_needed=False)
+
+
+def _reading(layer: Any, y: Tensor, x: Tensor, norm: Any, options: list[dict[str, Any]]) -> AbstractContextManager[Any]:
+    """What a layer reads y in, which the norm, with the first of the options, made of x."""
+    patch: LayerPatch = layer._fastlm
+    if patch.recomputing:
+        return _read(patch, y)
+    if patch.norms_kept or not torch.is_grad_enabled():
+        return nullcontext()
+    return NormAgain(y, x, norm.weight, options[0])
+
+
+@contextmanager
+def _read(patch: LayerPatch, y: Tensor) -> Iterator[None]:
+    """Tells whoever counts what a layer keeps which of it is a norm's output."""
+    patch.reading = y.data_ptr()
+    try:
+        yield
+    finally:
+        patch.reading = 0
 
 
 def _mlp_forward(self: Any, hidden_states: Tensor, output_needed: bool = True) -> Tensor:

@@ -8,7 +8,7 @@ without padding, every one a target. What torch's allocator counts is counted: n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,32 +20,33 @@ from ..kernels.lora import TILE
 __all__ = ["OPTIMISERS", "PARTS", "POLICIES", "LayerCosts", "StepCosts", "in_words", "ladder", "layer_costs",
            "optimiser_bytes", "overall", "per_layer", "step_costs", "weight_bytes"]  # fmt: skip
 
-POLICIES = ("keep", "lean", "recompute", "offload")  # of activations, the fastest first
+POLICIES = ("keep", "light", "lean", "recompute", "offload")  # of activations, the fastest first
 PARTS = ("weights", "adapters", "optimiser", "gradients", "activations", "loss", "workspace")
 OPTIMISERS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch", "adamw_torch_fused", "sgd")
 
 _LIBRARIES = 2**26  # bytes: cuBLAS's workspaces on Hopper, from torch's allocator, of forward's and backward's threads
 _STATISTICS = 32  # bytes of loss, entropy and the like that a target leaves in fp32
 _WORDS = {
-    "keep": "kept", "lean": "kept but for gate and up products", "recompute": "recomputed",
-    "offload": "recomputed from inputs in host memory",
+    "keep": "kept", "light": "kept but for norms", "lean": "kept but for norms, gate and up products",
+    "recompute": "recomputed", "offload": "recomputed from inputs in host memory",
 }  # fmt: skip
 
 
-def ladder(can_be_lean: Sequence[bool]) -> list[tuple[str, ...]]:
+def ladder(spared: Sequence[Collection[str]]) -> list[tuple[str, ...]]:
     """Policies of every layer, from all recomputed to all kept, each with one layer more that computes less again.
 
     The last layer comes first: what it keeps is gone when backward runs the layers below it again, so that their own
-    working memory is never on top of it. can_be_lean: whether a layer's MLP can make gate and up products again.
+    working memory is never on top of it. spared: what between "keep" and "recompute" spares a layer memory: "light"
+    its norms' outputs, "lean" gate and up products too.
 
-    >>> ladder([True, False])
-    [('recompute', 'recompute'), ('recompute', 'keep'), ('lean', 'keep'), ('keep', 'keep')]
+    >>> ladder([["light", "lean"], []])
+    [('recompute', 'recompute'), ('recompute', 'keep'), ('lean', 'keep'), ('light', 'keep'), ('keep', 'keep')]
     """
-    level = ["recompute"] * len(can_be_lean)
+    level = ["recompute"] * len(spared)
     levels = [tuple(level)]
-    for next_policy in ("lean", "keep"):
-        for index, lean in reversed(list(enumerate(can_be_lean))):
-            policy = next_policy if lean else "keep"
+    for most in (("lean", "light"), ("light",), ()):
+        for index, own in reversed(list(enumerate(spared))):
+            policy = next((name for name in most if name in own), "keep")
             if level[index] != policy:
                 level[index] = policy
                 levels.append(tuple(level))
@@ -65,8 +66,8 @@ def overall(policies: Sequence[str]) -> str:
 def in_words(policies: Sequence[str]) -> str:
     """What becomes of a model's activations, by the policies of its layers.
 
-    >>> in_words(["keep", "keep"]), in_words(["recompute", "lean", "keep"])
-    ('kept', 'kept in 1 of 3 layers, kept but for gate and up products in 1, recomputed in 1')
+    >>> in_words(["keep", "keep"]), in_words(["recompute", "light", "keep"])
+    ('kept', 'kept in 1 of 3 layers, kept but for norms in 1, recomputed in 1')
     """
     counts = Counter(policies)
     if overall(policies) != "mixed":
@@ -85,7 +86,8 @@ class LayerCosts:
     moments: in its backward, the part of ``kept`` that is still there, how much less that is in a recomputed layer,
         workspace, that of a tile's tokens, and, whatever the tokens, bytes of gradients and weights made dense.
     tiled: the same where there are more tokens than one tile takes.
-    remade: the gate and up products, where the MLP's own backward can make them again; less what it needs for that.
+    remade: the gate and up products, where the MLP's own backward can make them again.
+    norms: of what is kept, the output of the norm before attention, and of that before the MLP.
     copies: bytes of adapters side by side and in the activations' dtype, which it keeps too, whatever the tokens.
     gradients: bytes of its trained tensors, whatever the tokens.
     """
@@ -97,14 +99,20 @@ class LayerCosts:
     moments: tuple[tuple[int, int, int, int, int], ...]
     tiled: tuple[tuple[int, int, int, int, int], ...]
     remade: int
+    norms: tuple[int, int]
     copies: int
     gradients: int
 
     def stored(self, policy: str) -> int:
         """Between forward and backward."""
-        if policy in ("keep", "lean"):
-            return self.kept + self.entering * self.keeps_entering - self.remade * (policy == "lean")
-        return self.entering if policy == "recompute" else 0
+        if policy in ("recompute", "offload"):
+            return self.entering * (policy == "recompute")
+        kept = self.kept + self.entering * self.keeps_entering
+        return kept - self.remade * (policy == "lean") - sum(self.norms) * (policy != "keep")
+
+    def spared(self) -> list[str]:
+        """The policies between "keep" and "recompute" that make a difference; see `ladder`."""
+        return ["light"] * any(self.norms) + ["lean"] * bool(self.remade)
 
 
 def layer_costs(
@@ -177,15 +185,17 @@ def layer_costs(
         (attended * size + 4 * heads, -until_the_end, turning * size + 4 * (queries * flash + 2 * heads), 0,
          above + gradients("o_proj")),
     )  # fmt: skip
-    remade = fused * (2 * inner - hidden * (form.norm_in and not reads(*gate_up))) * size
+    norms = (hidden * size * (form.norm_in and reads(*qkv)), hidden * size * (form.norm_in and reads(*gate_up)))
     # fp32 sums of the tiles, B of gate and up and A of down; dB of down; dA of gate and up comes after the last one
     sums = 4 * inner * low(*gate_up, "down_proj") + adapter_size * hidden * low("down_proj")
-    whole = (read, remade * lean, (incoming + hidden) * size + low_all, 3 * inner * size, sums + dense * 3 // 2)
+    unread = hidden * size * (form.norm_in and not reads(*gate_up))  # what gate and up are made of again is there
+    tile = 3 * inner * size
+    whole = (read, (reused - unread) * lean, (incoming + hidden) * size + low_all, tile, sums + dense * 3 // 2)
     trained = sum(p.numel() for p in layer.parameters()) * size if full else gradients(*weights)
     tiled = (whole, moments[-1]) if fused else moments
     return LayerCosts(
-        hidden * size, hidden * size * (not lean), kept, form.norm_in or reads(*qkv), moments, tiled, remade, copies,
-        trained,
+        hidden * size, hidden * size * (not lean), kept, form.norm_in or reads(*qkv), moments, tiled,
+        2 * inner * size * fused, norms, copies, trained,
     )  # fmt: skip
 
 
@@ -238,9 +248,10 @@ class StepCosts:
             # what enters it, and what its second forward makes of that
             both_ends = self.hidden * (1 if runs_again else layer.keeps_entering) + layer.leaving * runs_again
             of_layer = layer.tiled if tokens > TILE else layer.moments
-            lean, new = policies[index] == "lean", gradients if sets_aside or not self.accumulates else 0
+            new, own = gradients if sets_aside or not self.accumulates else 0, policies[index]
             for moment, (kept, absent, workspace, of_tile, fixed) in enumerate(of_layer, 1 - len(of_layer)):
-                absent = layer.remade * (moment < 0) if lean else absent * runs_again  # the MLP's come first
+                if not runs_again:  # the MLP's moments come first: what is before attention is made again after them
+                    absent = (layer.remade * (own == "lean") + layer.norms[0] * (own != "keep")) * (moment < 0)
                 kept += below + here + both_ends + self.tables - absent
                 activations = tokens * kept + copies + layer.copies * runs_again
                 workspace = tokens * workspace + min(tokens, TILE) * of_tile + fixed

@@ -1,5 +1,6 @@
-"""Which activations a training step keeps, layer by layer: all of them where they fit, else all but the MLP's gate and
-up products, which its own backward makes again, else the layer's input alone, and if that is too much in host memory.
+"""Which activations a training step keeps, layer by layer: all of them where they fit, else all but the norms' outputs,
+which backward makes again, else all but these and the MLP's gate and up products, which its own backward makes again,
+else the layer's input alone, and if that is too much in host memory.
 
 A run under ``use_gradient_checkpointing="fastlm"`` begins with every layer recomputed. Its first step shows the peak,
 and running the layers again in backward shows what each would have kept, whatever its family, adapters and dtypes are.
@@ -34,7 +35,7 @@ __all__ = ["MARGIN", "RESERVE", "Activations", "begin", "free_bytes", "kept_byte
 # the process could have (Llama-3-8B shapes in 24 GiB, Qwen3-8B's in 140; H200).
 MARGIN = 1.1
 RESERVE = 2**29  # bytes: libraries' workspaces
-_KEEPING = ("keep", "lean", "mixed")
+_KEEPING = ("keep", "light", "lean", "mixed")
 _LONGER = 1.5  # times the tokens of the first batch: what a later one is taken to have, where it could be done again
 
 
@@ -42,8 +43,8 @@ _LONGER = 1.5  # times the tokens of the first batch: what a later one is taken 
 class Activations:
     """What a trainer has found out about its activations, as ``State.activations``.
 
-    policy: "first" until a step has been taken, then "keep", "lean" (all but gate and up) or "recompute"; "mixed" where
-        layers differ; "offload" where none of them did.
+    policy: "first" until a step has been taken, then "keep", "light" (all but norms), "lean" (all but norms, gate and
+        up) or "recompute"; "mixed" where layers differ; "offload" where none of them did.
     mix: policy of each layer, where they differ.
     levels: bytes that have to be free for each mix that could be chosen, and the mix; rising.
     tokens: of the batch that was measured.
@@ -118,8 +119,8 @@ def begin(trainer: Any) -> None:
         return
     core: Any = patched_core(trainer.model)
     _offload(trainer).on = offloads(core)
-    for mlp in filter(None, map(_mlp, layers)):
-        mlp.products_kept = True
+    for layer in layers:
+        _leave_out(layer, "keep")
 
 
 def _layers(trainer: Any) -> list[Any]:
@@ -171,12 +172,19 @@ def _set_policy(layers: list[Any], policy: str | Sequence[str]) -> None:
     """policy: of all layers, or of each."""
     for layer, own in zip(layers, per_layer(policy, len(layers)), strict=True):
         layer.gradient_checkpointing = own not in _KEEPING
-        if (mlp := _mlp(layer)) is not None:
-            mlp.products_kept = own != "lean"
+        _leave_out(layer, own)
 
 
-def _mlp(layer: Any) -> LayerPatch | None:
-    return layer.mlp.__dict__.get("_fastlm") if "_fastlm" in layer.__dict__ else None
+def _leave_out(layer: Any, policy: str) -> None:
+    """Of a layer that keeps its activations."""
+    if (patch := _patch(layer)) is not None:
+        patch.norms_kept = policy not in ("light", "lean")
+        if (mlp := _patch(layer.mlp)) is not None:
+            mlp.products_kept = policy != "lean"
+
+
+def _patch(module: Any) -> LayerPatch | None:
+    return module.__dict__.get("_fastlm")
 
 
 def _begin_to_count(trainer: Any, layers: list[Any], activations: Activations, inputs: dict[str, Any]) -> None:
@@ -187,30 +195,28 @@ def _begin_to_count(trainer: Any, layers: list[Any], activations: Activations, i
     activations.trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     if (gauge := _gauge(trainer, begin=True)) is not None:  # loading or an earlier run may have taken more
         activations.before = gauge.allocated
-    for layer in layers:
-        if "_fastlm" in layer.__dict__:
-            layer._fastlm.kept = 0
+    for patch in filter(None, map(_patch, layers)):
+        patch.kept = 0
 
 
 def kept_bytes(layers: list[Any]) -> list[int]:
     """What each layer would keep of the batch that was counted; 0 where nobody counted."""
-    ours = (layer.__dict__.get("_fastlm") for layer in layers)
-    return [(one.kept or 0) if one is not None else 0 for one in ours]
+    return [(one.kept or 0) if one is not None else 0 for one in map(_patch, layers)]
 
 
 def _choose(trainer: Any, layers: list[Any], state: State, activations: Activations) -> None:
     """Set the layers' policies for the rest of the run, the same on every rank: the highest level that fits."""
-    ours = [layer.__dict__.get("_fastlm") for layer in layers]
     kept = kept_bytes(layers)
-    products = [one.products if one is not None else 0 for one in ours]
-    levels = ladder([size > 0 for size in products])
+    norms, products = ([0 if one is None else getattr(one, what) for one in map(_patch, layers)]
+                       for what in ("norms", "products"))  # fmt: skip
+    levels = ladder([["light"] * (n > 0) + ["lean"] * (p > 0) for n, p in zip(norms, products, strict=True)])
     gauge, needed = _gauge(trainer), list[int]()
     if gauge is not None and all(kept):
         longer = largest_batch(trainer, state, activations.tokens) / activations.tokens
         longer = max(1.0, min(longer, _LONGER) if _alone(trainer) else longer)
         accumulates = trainer.args.gradient_accumulation_steps > 1
         aside = sum(parameter.nbytes for parameter in activations.trained) if accumulates else 0  # during a micro-step
-        steps = _worst_moments(levels[1:], kept, products, activations.peak - activations.before)
+        steps = _worst_moments(levels[1:], kept, norms, products, activations.peak - activations.before)
         needed = [int(longer * MARGIN * step) + RESERVE + aside for step in steps]
     choice = 0 if gauge is None else sum(size < gauge.free for size in needed)  # they rise
     if trainer.accelerator.num_processes > 1:
@@ -224,8 +230,9 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
         activations.policy = "recompute"
     if gauge is not None and needed:
         sizes = f"{needed[-1] / 2**30:.1f} GiB"
-        if level != levels[-1] and any(products):
-            sizes += f", without gate and up products {needed[len(layers) - 1] / 2**30:.1f}"
+        least = levels[len(layers)]  # without recomputing
+        if level != levels[-1] and overall(least) in ("light", "lean"):
+            sizes += f", {in_words(least)} {needed[len(layers) - 1] / 2**30:.1f}"
         state.voice.say(
             f"activations are {in_words(level)}: keeping them takes up to {sizes}, "
             f"and {gauge.free / 2**30:.1f} GiB are free"
@@ -246,19 +253,21 @@ def _lower(activations: Activations, count: int) -> tuple[str, ...]:
 
 
 def _worst_moments(
-    levels: Sequence[Sequence[str]], kept: Sequence[int], products: Sequence[int], recomputed: int
+    levels: Sequence[Sequence[str]], kept: Sequence[int], norms: Sequence[int], products: Sequence[int], recomputed: int
 ) -> list[int]:  # fmt: skip
     """Bytes that a step takes at each level, none of which recomputes the last layer, from what it took recomputed.
 
     Worst is the last layer's backward, when all is held; layers that are recomputed find it gone. What it keeps was
-    there in the measured step too, but for its products: none in tiles, and else their gradients took their place.
+    there in the measured step too, but for its products: none in tiles, and else their gradients took their place. Its
+    second norm is there again.
     Where the head's moment was worse than a layer's, it misses the difference: MARGIN and RESERVE are larger.
     """
-    own = kept[-1] - products[-1]
+    own, norms = kept[-1] - products[-1], [*norms[:-1], norms[-1] // 2]
     return [
         recomputed - own + sum(
-            all_of_it - part * (policy == "lean")
-            for policy, all_of_it, part in zip(level, kept, products, strict=True) if policy != "recompute"
+            all_of_it - part * (policy == "lean") - norm * (policy != "keep")
+            for policy, all_of_it, norm, part in zip(level, kept, norms, products, strict=True)
+            if policy != "recompute"
         )
         for level in levels
     ]  # fmt: skip

@@ -73,7 +73,7 @@ class Operations:
             total += one.width * pairs[one.window]
             if policy == "lean":
                 total += tokens * one.gated
-            elif policy != "keep":
+            elif policy not in ("keep", "light"):
                 total += tokens * one.again + 2 * one.width * pairs[one.window]
         return 2.0 * total
 

@@ -20,6 +20,7 @@ from fastlm.kernels import lora
 from fastlm.kernels.flash import FlashSettings, flash_attention
 from fastlm.models import layers
 from fastlm.models.patch import patched_core
+from fastlm.models.remaking import NormAgain
 from fastlm.packing.collators import PaddingFreeCollator
 from fastlm.planner import twin_of
 from fastlm.training import costs as costs_module
@@ -66,6 +67,7 @@ def build(
     all_layers = patched_core(model).model.layers
     for layer, own in zip(all_layers, per_layer(policy, len(all_layers)), strict=True):
         layer.gradient_checkpointing = own in ("recompute", "offload")
+        layer._fastlm.norms_kept = own not in ("light", "lean")
         layer.mlp._fastlm.products_kept = own != "lean"
     patched_core(model)._fastlm_model.offload.on = policy == "offload"
     rows = [{"input_ids": torch.randint(3, 40, (length,)).tolist()} for length in LENGTHS]
@@ -87,13 +89,35 @@ class Saved(torch.autograd.graph.saved_tensors_hooks):
         self.bytes, self.storages = 0, {tensor.untyped_storage()._cdata: None for tensor in known}
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.storages and tensor.is_floating_point():
-                self.storages[storage._cdata] = storage  # held, so that nobody gets its address
-                self.bytes += storage.nbytes()
+            self.count(tensor)
             return tensor
 
         super().__init__(pack, lambda tensor: tensor)
+
+    def count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.storages and tensor.is_floating_point():
+            self.storages[storage._cdata] = storage  # held, so that nobody gets its address
+            self.bytes += storage.nbytes()
+
+    def within(self, again: type[NormAgain]) -> type[NormAgain]:
+        """The hooks of `NormAgain`, which of two that are on alone are called, with what they keep counted."""
+        saved = self
+
+        class Counted(again):  # type: ignore[misc, valid-type]
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                pack = self.pack_hook
+
+                def counting(tensor: Tensor) -> Any:
+                    packed = pack(tensor)
+                    if isinstance(packed[0], Tensor):
+                        saved.count(packed[0])
+                    return packed
+
+                self.pack_hook = counting
+
+        return Counted
 
 
 class Live(TorchDispatchMode):
@@ -144,15 +168,18 @@ SAVED = [
 
 
 LEAN = [("llama", SEVEN), ("llama", ("down_proj",)), ("gemma2", SEVEN), ("olmo2", SEVEN), ("phi3", PACKED)]
+LIGHT = [*LEAN, ("llama", ("q_proj", "v_proj")), ("llama", ()), ("gemma2", ()), ("qwen3", SEVEN)]
 
 
 @kernel_test
 @pytest.mark.parametrize(
-    "family, targets, policy", [*((*case, "keep") for case in SAVED), *((*case, "lean") for case in LEAN)]
+    "family, targets, policy",
+    [(*case, policy) for policy, cases in (("keep", SAVED), ("light", LIGHT), ("lean", LEAN)) for case in cases],
 )
-def test_what_is_kept_is_what_is_predicted(family, targets, policy):
+def test_what_is_kept_is_what_is_predicted(monkeypatch, family, targets, policy):
     model, costs, batch = build(family, targets, policy)
     saved = Saved(given(model, batch))
+    monkeypatch.setattr(layers, "NormAgain", saved.within(NormAgain))
     core = model.get_base_model() if targets else model
     with saved:
         output = core.base_model(input_ids=batch["input_ids"], boundaries=batch["boundaries"], use_cache=False)
@@ -180,7 +207,8 @@ def test_a_recomputed_layer_keeps_its_input(targets):
     [
         ("llama", SEVEN, "keep"), ("llama", ("q_proj", "v_proj"), "recompute"), ("llama", SEVEN, "offload"),
         ("llama", (), "recompute"), ("gemma2", SEVEN, "keep"), ("phi3", PACKED, "recompute"),
-        ("llama", SEVEN, "lean"), ("gemma2", SEVEN, "lean"),
+        ("llama", SEVEN, "light"), ("gemma2", (), "light"), ("llama", SEVEN, "lean"), ("gemma2", SEVEN, "lean"),
+        ("llama", SEVEN, ("light", "keep")), ("phi3", PACKED, ("lean", "light")),
         ("llama", SEVEN, ("recompute", "lean")), ("llama", SEVEN, ("recompute", "keep")),
         ("llama", SEVEN, ("lean", "keep")), ("llama", (), ("recompute", "keep")), ("gemma2", SEVEN, ("lean", "keep")),
         ("phi3", PACKED, ("recompute", "keep")),
