@@ -12,60 +12,19 @@ for 16,384 tokens in 68 samples of up to 1,024.
 """
 
 import math
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .launch import device_guard, long_indexing, multiprocessor_count, next_power_of_2, tl, triton
-from .rms_norm import sum_partials
+from .flash_launch import LOG2_E, FlashSettings, launch_parameters
+from .launch import device_guard, long_indexing, multiprocessor_count, tl, triton
+from .partial_sums import sum_partials
 
 __all__ = ["FlashFunction", "FlashSettings", "flash_attention", "flash_bwd", "flash_fwd"]
 
-_LOG2_E = math.log2(math.e)
 _FEW_PROGRAMS = 2  # dK and dV's a multiprocessor: below, each query head has its own, and their sum is another launch
-
-
-@dataclass(frozen=True)
-class FlashSettings:
-    """What is neither tensor nor shape; see `flash_attention`."""
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Rows that a program owns, rows that it takes in a step, warps, loads in flight."""
-
-    own: int
-    step: int
-    warps: int
-    stages: int
-
-
-# Head size rounded up: forward, dQ, dK and dV. 64 rows a program waste least on samples of 240 tokens (70% of
-# the pairs computed count, 59% with 128). On Hopper the fastest of about ten each, on such samples; else what fits
-# without spilling.
-_HOPPER = {  # and data-centre Blackwell: 227 KiB of shared memory
-    64: (Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 4)),
-    128: (Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 3)),
-    256: (Blocks(64, 32, 4, 2), Blocks(128, 32, 8, 2), Blocks(32, 32, 4, 2)),
-}
-_OTHERS = {  # 99 KiB or more
-    64: (Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
-    128: (Blocks(64, 64, 4, 2), Blocks(64, 64, 8, 1), Blocks(64, 64, 8, 1)),
-    256: (Blocks(64, 32, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
-}
-_FP32 = {  # operands live in registers, since ieee products run on the plain cores
-    64: (Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
-    128: (Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 16, 8, 1)),
-    256: (Blocks(32, 16, 8, 1), Blocks(16, 16, 8, 1), Blocks(32, 16, 8, 1)),
-}
 
 
 @triton.jit
@@ -125,6 +84,15 @@ def _visible(query, key, window, HAS_WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _hides(first_query, first_key, window, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Whether some query of a block does not see some key of another: else the mask is left out."""
+    hides = first_key + KEYS > first_query + 1
+    if HAS_WINDOW:
+        hides = hides | (first_query + QUERIES - first_key > window)
+    return hides
+
+
+@triton.jit
 def _first_key(first_query, window, STEP: tl.constexpr, HAS_WINDOW: tl.constexpr):
     """Start of the first block of keys that a tile of queries sees."""
     first = 0
@@ -160,13 +128,13 @@ def _forward_kernel(
         peak = tl.zeros_like(peak) + tl.load(sinks_pointer + head).to(tl.float32) * 1.4426950408889634
         total += 1.0
     out = tl.zeros([OWN, BLOCK_D], dtype=tl.float32)
-    # every block is masked: most blocks of short samples and windows need it, and one loop is pipelined whole
+    # one loop, pipelined whole, that masks where a block needs it: 0.70 ms, 0.76 masking always (8 samples of 2,048)
     for block in range(_first_key(first, window, STEP, HAS_WINDOW), tl.minimum(first + OWN, length), STEP):
         key = block + tl.arange(0, STEP)
         k = _load(k_pointer, key, k_stride, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
         logits, _slope = _logits(q, k, inner_scale, outer_scale, HAS_SOFTCAP)  # [OWN, STEP]
-        visible = _visible(query[:, None], key[None, :], window, HAS_WINDOW)
-        logits = tl.where(visible, logits, float("-inf"))
+        if _hides(first, block, window, OWN, STEP, HAS_WINDOW):
+            logits = tl.where(_visible(query[:, None], key[None, :], window, HAS_WINDOW), logits, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(logits, 1))
         p = tl.exp2(logits - new_peak[:, None])
         decay = tl.exp2(peak - new_peak)
@@ -216,12 +184,32 @@ def _dq_kernel(
         k = _load(k_pointer, key, k_stride, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
         v = _load(v_pointer, key, v_stride, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
         logits, slope = _logits(q, k, inner_scale, outer_scale, HAS_SOFTCAP)  # [OWN, STEP]
-        visible = _visible(query[:, None], key[None, :], window, HAS_WINDOW)
-        p = tl.where(visible, tl.exp2(logits - lse[:, None]), 0.0)
-        dlogits = p * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None]) * slope
+        dp = tl.dot(dout, tl.trans(v), input_precision="ieee")  # before exp2, which then runs beside it
+        p = tl.exp2(logits - lse[:, None])
+        if _hides(first, block, window, OWN, STEP, HAS_WINDOW):
+            p = tl.where(_visible(query[:, None], key[None, :], window, HAS_WINDOW), p, 0.0)
+        dlogits = p * (dp - delta[:, None]) * slope
         dq = tl.dot(dlogits.to(k.dtype), k, dq, input_precision="ieee")
     address, inside = _address(dq_pointer + row, query, heads * HEAD_DIM, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
     tl.store(address, (dq * scale).to(dq_pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _dkv_step(
+    dk, dv, k, v, q, dout, key, query, lse_pointer, delta_pointer, statistics, length, window,
+    inner_scale, outer_scale, masked, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """dK and dV with what a block of queries adds; masked: whether some query of it may not see some key."""
+    lse = tl.load(lse_pointer + statistics, mask=query < length, other=0.0)
+    delta = tl.load(delta_pointer + statistics, mask=query < length, other=0.0)
+    logits, slope = _logits(k, q, inner_scale, outer_scale, HAS_SOFTCAP)  # [OWN, STEP]
+    p = tl.exp2(logits - lse[None, :])
+    if masked:
+        p = tl.where(_visible(query[None, :], key[:, None], window, HAS_WINDOW), p, 0.0)
+    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")  # past the sample dO and delta are 0
+    dlogits = p * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :]) * slope
+    dk = tl.dot(dlogits.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
 
 
 @triton.jit(do_not_specialize=["sample_count", "token_count", "window"])
@@ -229,12 +217,15 @@ def _dkv_kernel(
     q_pointer, k_pointer, v_pointer, dout_pointer, lse_pointer, delta_pointer, dk_pointer, dv_pointer,
     cu_seqlens_pointer, sample_count, token_count, window, inner_scale, outer_scale, scale,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, dout_stride, dout_head_stride,
-    apart_stride,
+    apart_stride, q_rows, dout_rows,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HEADS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HEADS: tl.constexpr, DESCRIBED: tl.constexpr,
     SEARCH_STEPS: tl.constexpr, LONG_INDEXING: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile of keys, from HEADS query heads: its whole group, or parts apart_stride elements apart."""
+    """dK and dV of a tile of keys, from HEADS query heads: its whole group, or parts apart_stride elements apart.
+
+    DESCRIBED: q_rows and dout_rows show q and dout as [T, Hq D], in blocks of [STEP, D]; else they are None.
+    """
     start, length, first = _tile(cu_seqlens_pointer, tl.program_id(0), sample_count, OWN, SEARCH_STEPS)
     if first >= length:
         return
@@ -253,23 +244,38 @@ def _dkv_kernel(
     end = length
     if HAS_WINDOW:
         end = tl.minimum(first + OWN - 1 + window, length)
+    if DESCRIBED and length >= STEP:
+        for part in range(HEADS):
+            head = first_head + part
+            column = (head * HEAD_DIM).to(tl.int32)
+            statistics = head * token_count + start
+            for block in range(begin, end, STEP):
+                # Never a row of the next sample, whose NaN times a p of 0 is NaN: a last block that is not
+                # full begins earlier, and hides from all keys (-1) what was there before.
+                row = tl.minimum(block, length - STEP)
+                q = q_rows.load([(start + row).to(tl.int32), column])
+                dout = dout_rows.load([(start + row).to(tl.int32), column])
+                query = row + tl.arange(0, STEP)
+                masked = _hides(row, first, window, STEP, OWN, HAS_WINDOW) | (row < block)
+                dk, dv = _dkv_step(
+                    dk, dv, k, v, q, dout, key, tl.where(query < block, -1, query), lse_pointer, delta_pointer,
+                    statistics + query, length, window, inner_scale, outer_scale, masked,
+                    HAS_WINDOW, HAS_SOFTCAP,
+                )  # fmt: skip
+        begin = end  # nothing is left for the other loop
     count = (end - begin + STEP - 1) // STEP
     for step in range(HEADS * count):  # one loop over heads and blocks: loads stay in flight across both
         head = first_head + step // count
         query = begin + step % count * STEP + tl.arange(0, STEP)
-        head_pointer = q_pointer + start * q_stride + head * q_head_stride
-        q = _load(head_pointer, query, q_stride, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
-        head_pointer = dout_pointer + start * dout_stride + head * dout_head_stride
-        dout = _load(head_pointer, query, dout_stride, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
+        q_head = q_pointer + start * q_stride + head * q_head_stride
+        q = _load(q_head, query, q_stride, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
+        dout_head = dout_pointer + start * dout_stride + head * dout_head_stride
+        dout = _load(dout_head, query, dout_stride, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
         statistics = head * token_count + start + query
-        lse = tl.load(lse_pointer + statistics, mask=query < length, other=0.0)
-        delta = tl.load(delta_pointer + statistics, mask=query < length, other=0.0)
-        logits, slope = _logits(k, q, inner_scale, outer_scale, HAS_SOFTCAP)  # [OWN, STEP]
-        visible = _visible(query[None, :], key[:, None], window, HAS_WINDOW)
-        p = tl.where(visible, tl.exp2(logits - lse[None, :]), 0.0)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")  # past the sample dO and delta are 0
-        dlogits = p * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :]) * slope
-        dk = tl.dot(dlogits.to(q.dtype), q, dk, input_precision="ieee")
+        dk, dv = _dkv_step(
+            dk, dv, k, v, q, dout, key, query, lse_pointer, delta_pointer, statistics, length, window,
+            inner_scale, outer_scale, True, HAS_WINDOW, HAS_SOFTCAP,
+        )  # fmt: skip
     row = first_head % GROUP * apart_stride + (start * key_heads + key_head) * HEAD_DIM
     address, inside = _address(row, key, key_heads * HEAD_DIM, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
     tl.store(dk_pointer + address, (dk * scale).to(dk_pointer.dtype.element_ty), mask=inside)
@@ -284,10 +290,10 @@ def flash_fwd(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
     with device_guard(q):
-        grid, arguments, options = _launch(0, q, k, cu_seqlens, settings, (q, k, v, out))
+        grid, arguments, options = launch_parameters(0, q, k, cu_seqlens, settings)
         _forward_kernel[grid](
             q, k, v, q if sinks is None else sinks, out, lse, *arguments, *_strides(q, k, v),
-            HAS_SINKS=sinks is not None, **options,
+            HAS_SINKS=sinks is not None, LONG_INDEXING=long_indexing(q, k, v, out), **options,
         )  # fmt: skip
     return out, lse
 
@@ -299,56 +305,26 @@ def flash_bwd(
     """Gradients of q, k, v and sinks, contiguous, in the dtypes of these."""
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
-    strides, used = _strides(q, k, v, dout), (q, k, v, out, dout)
+    strides, long = _strides(q, k, v, dout), long_indexing(q, k, v, out, dout)
     with device_guard(q):
-        grid, arguments, options = _launch(1, q, k, cu_seqlens, settings, used)
-        _dq_kernel[grid](q, k, v, out, dout, lse, delta, dq, *arguments, settings.scale, *strides, **options)
-        grid, arguments, options = _launch(2, q, k, cu_seqlens, settings, used)
+        grid, arguments, options = launch_parameters(1, q, k, cu_seqlens, settings)
+        _dq_kernel[grid](
+            q, k, v, out, dout, lse, delta, dq, *arguments, settings.scale, *strides, LONG_INDEXING=long, **options
+        )  # fmt: skip
+        grid, arguments, options = launch_parameters(2, q, k, cu_seqlens, settings, dout)
         group = options["GROUP"]
         apart = group > 1 and math.prod(grid) < _FEW_PROGRAMS * multiprocessor_count(q.device)
         dtype, count = (torch.float32, group) if apart else (k.dtype, 1)
         parts = torch.empty(count, 2, *k.shape, dtype=dtype, device=k.device)
         _dkv_kernel[(grid[0], q.shape[1]) if apart else grid](
             q, k, v, dout, lse, delta, *parts[0], *arguments, settings.scale, *strides, parts.stride(0),
-            HEADS=1 if apart else group, **options,
+            HEADS=1 if apart else group, LONG_INDEXING=long, **options,
         )  # fmt: skip
     dk, dv = sum_partials(parts.view(group, -1), k.dtype).view(2, *k.shape) if apart else parts[0]
     if sinks is None:
         return dq, dk, dv, None
-    share = torch.exp2(sinks.float()[:, None] * _LOG2_E - lse)  # [Hq, T]: the sinks' part of the softmax
+    share = torch.exp2(sinks.float()[:, None] * LOG2_E - lse)  # [Hq, T]: the sinks' part of the softmax
     return dq, dk, dv, -(share * delta).sum(1).to(sinks.dtype)
-
-
-def _launch(
-    kernel: int, q: Tensor, k: Tensor, cu_seqlens: Tensor, settings: FlashSettings, used: tuple[Tensor, ...]
-) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """Grid, shared arguments and constants of the forward (0), dQ (1) or dK and dV (2) kernel."""
-    (tokens, heads, head_dim), samples = q.shape, len(cu_seqlens) - 1
-    block_d = max(next_power_of_2(head_dim), 16)  # 16: the smallest product
-    blocks = _blocks(q.device, q.dtype, block_d)[kernel]
-    scales = (1.0, settings.scale * _LOG2_E)  # before the cap, and after: then exp2 gives the logit's exp
-    if settings.softcap:
-        scales = (settings.scale / settings.softcap, settings.softcap * _LOG2_E)
-    options = dict(
-        HEAD_DIM=head_dim, BLOCK_D=block_d, GROUP=heads // k.shape[1], OWN=blocks.own, STEP=blocks.step,
-        HAS_WINDOW=bool(settings.window), HAS_SOFTCAP=bool(settings.softcap),
-        SEARCH_STEPS=max(1, -(-(samples - 1).bit_length() // 7)), LONG_INDEXING=long_indexing(*used),
-        num_warps=blocks.warps, num_stages=blocks.stages,
-    )  # fmt: skip
-    grid = (tokens // blocks.own + samples, k.shape[1] if kernel == 2 else heads)
-    return grid, (cu_seqlens, samples, tokens, settings.window or 0, *scales), options
-
-
-@lru_cache(maxsize=64)
-def _blocks(device: torch.device, dtype: torch.dtype, block_d: int) -> tuple[Blocks, Blocks, Blocks]:
-    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 8
-    return blocks_for(major, dtype, block_d)
-
-
-def blocks_for(major: int, dtype: torch.dtype, block_d: int) -> tuple[Blocks, Blocks, Blocks]:
-    """Forward's, dQ's, and dK and dV's blocks on a GPU of that compute capability."""
-    table = _FP32 if dtype == torch.float32 else _HOPPER if major in (9, 10) else _OTHERS
-    return table[max(block_d, 64)]
 
 
 def _strides(*tensors: Tensor) -> list[int]:

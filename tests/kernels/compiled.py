@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from fastlm.kernels import flash, launch
+from fastlm.kernels import flash_launch, launch
 from fastlm.kernels.attention_backends import BACKENDS
 from fastlm.kernels.flash import FlashSettings, flash_attention
 from fastlm.kernels.glu import glu, glu_packed
@@ -49,7 +49,8 @@ def record_launches(capability: int) -> dict[tuple[Any, ...], dict[str, Any]]:
     """From now on a launch compiles for that GPU instead; the kernels compiled are added to what is returned."""
     triton.runtime.driver.set_active(Driver(capability))
     launch.interpreting = lambda: True  # use_triton then says yes to CPU tensors
-    flash._blocks = lambda device, dtype, block_d: flash.blocks_for(capability // 10, dtype, block_d)
+    blocks_for = flash_launch.blocks_for
+    flash_launch._blocks = lambda device, dtype, block_d, long: blocks_for(capability // 10, dtype, block_d, long)
     compiled: dict[tuple[Any, ...], dict[str, Any]] = {}
     run = JITFunction.run
 
@@ -98,10 +99,10 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[Callable[[], None]]:
             weight = tensor(vocabulary, 16).requires_grad_(trained)
             backward(linear_cross_entropy(tensor(4, 16), weight, targets, **options).loss)
 
-    def attend(size: int, options: dict[str, Any], sinks: bool) -> None:
-        q, k, v = tensor(64, 8, size), tensor(64, 4, size), tensor(64, 4, size)
+    def attend(size: int, options: dict[str, Any], sinks: bool, tokens: int = 64) -> None:
+        q, k, v = (tensor(tokens, heads, size) for heads in (8, 4, 4))
         settings = FlashSettings(scale=0.1, **options)
-        cu_seqlens = torch.tensor([0, 40, 64], dtype=torch.int32)
+        cu_seqlens = torch.tensor([0, 40, 64] if tokens == 64 else [0, tokens], dtype=torch.int32)
         backward(flash_attention(q, k, v, cu_seqlens, settings, tensor(8) if sinks else None))
 
     def four_bit() -> None:
@@ -137,6 +138,7 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[Callable[[], None]]:
         for size in (64, 128, 256):
             yield lambda size=size: attend(size, {}, False)
             yield lambda size=size: attend(size, {"softcap": 50.0, "window": 16}, True)
+            yield lambda size=size: attend(size, {}, False, tokens=4096)  # its blocks are others
 
 
 def main(capability: int) -> None:
