@@ -194,38 +194,17 @@ def _dq_kernel(
     tl.store(address, (dq * scale).to(dq_pointer.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _dkv_step(
-    dk, dv, k, v, q, dout, key, query, lse_pointer, delta_pointer, statistics, length, window,
-    inner_scale, outer_scale, masked, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """dK and dV with what a block of queries adds; masked: whether some query of it may not see some key."""
-    lse = tl.load(lse_pointer + statistics, mask=query < length, other=0.0)
-    delta = tl.load(delta_pointer + statistics, mask=query < length, other=0.0)
-    logits, slope = _logits(k, q, inner_scale, outer_scale, HAS_SOFTCAP)  # [OWN, STEP]
-    p = tl.exp2(logits - lse[None, :])
-    if masked:
-        p = tl.where(_visible(query[None, :], key[:, None], window, HAS_WINDOW), p, 0.0)
-    dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")  # past the sample dO and delta are 0
-    dlogits = p * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :]) * slope
-    dk = tl.dot(dlogits.to(q.dtype), q, dk, input_precision="ieee")
-    return dk, dv
-
-
 @triton.jit(do_not_specialize=["sample_count", "token_count", "window"])
 def _dkv_kernel(
     q_pointer, k_pointer, v_pointer, dout_pointer, lse_pointer, delta_pointer, dk_pointer, dv_pointer,
     cu_seqlens_pointer, sample_count, token_count, window, inner_scale, outer_scale, scale,
     q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride, dout_stride, dout_head_stride,
-    apart_stride, q_rows, dout_rows,
+    apart_stride,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, OWN: tl.constexpr, STEP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HEADS: tl.constexpr, DESCRIBED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HEADS: tl.constexpr,
     SEARCH_STEPS: tl.constexpr, LONG_INDEXING: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a tile of keys, from HEADS query heads: its whole group, or parts apart_stride elements apart.
-
-    DESCRIBED: q_rows and dout_rows show q and dout as [T, Hq D], in blocks of [STEP, D]; else they are None.
-    """
+    """dK and dV of a tile of keys, from HEADS query heads: its whole group, or parts apart_stride elements apart."""
     start, length, first = _tile(cu_seqlens_pointer, tl.program_id(0), sample_count, OWN, SEARCH_STEPS)
     if first >= length:
         return
@@ -244,25 +223,6 @@ def _dkv_kernel(
     end = length
     if HAS_WINDOW:
         end = tl.minimum(first + OWN - 1 + window, length)
-    if DESCRIBED and length >= STEP:
-        for part in range(HEADS):
-            head = first_head + part
-            column = (head * HEAD_DIM).to(tl.int32)
-            statistics = head * token_count + start
-            for block in range(begin, end, STEP):
-                # Never a row of the next sample, whose NaN times a p of 0 is NaN: a last block that is not
-                # full begins earlier, and hides from all keys (-1) what was there before.
-                row = tl.minimum(block, length - STEP)
-                q = q_rows.load([(start + row).to(tl.int32), column])
-                dout = dout_rows.load([(start + row).to(tl.int32), column])
-                query = row + tl.arange(0, STEP)
-                masked = _hides(row, first, window, STEP, OWN, HAS_WINDOW) | (row < block)
-                dk, dv = _dkv_step(
-                    dk, dv, k, v, q, dout, key, tl.where(query < block, -1, query), lse_pointer, delta_pointer,
-                    statistics + query, length, window, inner_scale, outer_scale, masked,
-                    HAS_WINDOW, HAS_SOFTCAP,
-                )  # fmt: skip
-        begin = end  # nothing is left for the other loop
     count = (end - begin + STEP - 1) // STEP
     for step in range(HEADS * count):  # one loop over heads and blocks: loads stay in flight across both
         head = first_head + step // count
@@ -272,10 +232,15 @@ def _dkv_kernel(
         dout_head = dout_pointer + start * dout_stride + head * dout_head_stride
         dout = _load(dout_head, query, dout_stride, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
         statistics = head * token_count + start + query
-        dk, dv = _dkv_step(
-            dk, dv, k, v, q, dout, key, query, lse_pointer, delta_pointer, statistics, length, window,
-            inner_scale, outer_scale, True, HAS_WINDOW, HAS_SOFTCAP,
-        )  # fmt: skip
+        lse = tl.load(lse_pointer + statistics, mask=query < length, other=0.0)
+        delta = tl.load(delta_pointer + statistics, mask=query < length, other=0.0)
+        logits, slope = _logits(k, q, inner_scale, outer_scale, HAS_SOFTCAP)  # [OWN, STEP]
+        # always masked: the branch that saves time in the other kernels takes some here
+        visible = _visible(query[None, :], key[:, None], window, HAS_WINDOW)
+        p = tl.where(visible, tl.exp2(logits - lse[None, :]), 0.0)
+        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")  # past the sample dO and delta are 0
+        dlogits = p * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :]) * slope
+        dk = tl.dot(dlogits.to(q.dtype), q, dk, input_precision="ieee")
     row = first_head % GROUP * apart_stride + (start * key_heads + key_head) * HEAD_DIM
     address, inside = _address(row, key, key_heads * HEAD_DIM, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
     tl.store(dk_pointer + address, (dk * scale).to(dk_pointer.dtype.element_ty), mask=inside)
@@ -311,7 +276,7 @@ def flash_bwd(
         _dq_kernel[grid](
             q, k, v, out, dout, lse, delta, dq, *arguments, settings.scale, *strides, LONG_INDEXING=long, **options
         )  # fmt: skip
-        grid, arguments, options = launch_parameters(2, q, k, cu_seqlens, settings, dout)
+        grid, arguments, options = launch_parameters(2, q, k, cu_seqlens, settings)
         group = options["GROUP"]
         apart = group > 1 and math.prod(grid) < _FEW_PROGRAMS * multiprocessor_count(q.device)
         dtype, count = (torch.float32, group) if apart else (k.dtype, 1)

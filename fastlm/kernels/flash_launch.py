@@ -1,19 +1,14 @@
-"""How the kernels of `flash` are launched: blocks by GPU, dtype, head size and length, grid, constants, descriptors."""
+"""How the kernels of `flash` are launched: blocks by GPU, dtype, head size and length, grid, constants."""
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .launch import next_power_of_2
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # no Triton, or one without descriptors made on the host
-    TensorDescriptor = None
 
 __all__ = ["LOG2_E", "Blocks", "FlashSettings", "blocks_for", "launch_parameters"]
 
@@ -32,16 +27,12 @@ class FlashSettings:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows that a program owns, rows that it takes in a step, warps, loads in flight.
-
-    described: q and dO come through descriptors; where there can be none, the blocks for short samples do.
-    """
+    """Rows that a program owns, rows that it takes in a step, warps, loads in flight."""
 
     own: int
     step: int
     warps: int
     stages: int
-    described: bool = False
 
 
 # Head size rounded up: forward, dQ, dK and dV. 64 rows a program waste least on samples of 240 tokens (70% of
@@ -53,10 +44,8 @@ _HOPPER = {  # and data-centre Blackwell: 227 KiB of shared memory
     256: (Blocks(64, 32, 4, 2), Blocks(128, 32, 8, 2), Blocks(32, 32, 4, 2)),
 }
 # On an H200, 2 samples of 8,192 tokens, 32 heads on 8, these and those above, in ms: forward 2.40 and 2.62, dQ 2.85
-# and 3.09, dK and dV 5.04 and 5.54. 8 samples of 2,048 lose by them: forward 0.74 and 0.70, dQ 0.93 and 0.87.
-_HOPPER_LONG = {
-    128: (Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 3), Blocks(64, 64, 4, 2, described=True)),
-}
+# and 3.09. Samples of 2,048 lose by them (forward 0.74 and 0.70).
+_HOPPER_LONG = {128: (Blocks(128, 128, 8, 2), Blocks(128, 64, 8, 3), _HOPPER[128][2])}
 _OTHERS = {  # 99 KiB or more
     64: (Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2)),
     128: (Blocks(64, 64, 4, 2), Blocks(64, 64, 8, 1), Blocks(64, 64, 8, 1)),
@@ -70,16 +59,12 @@ _FP32 = {  # operands live in registers, since ieee products run on the plain co
 
 
 def launch_parameters(
-    kernel: int, q: Tensor, k: Tensor, cu_seqlens: Tensor, settings: FlashSettings, dout: Tensor | None = None
+    kernel: int, q: Tensor, k: Tensor, cu_seqlens: Tensor, settings: FlashSettings
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
-    """Grid, shared arguments and constants of the forward (0), dQ (1) or dK and dV (2, the one given dout) kernel."""
+    """Grid, shared arguments and constants of the forward (0), dQ (1) or dK and dV (2) kernel."""
     (tokens, heads, head_dim), samples = q.shape, len(cu_seqlens) - 1
     block_d = max(next_power_of_2(head_dim), 16)  # 16: the smallest product
-    choose = partial(_blocks, q.device, q.dtype, block_d)
-    blocks = choose(tokens // max(samples, 1) >= _LONG_SAMPLE)[kernel]
-    described = blocks.described and head_dim == block_d and dout is not None and _describable(q, dout)
-    if blocks.described and not described:
-        blocks = choose(False)[kernel]
+    blocks = _blocks(q.device, q.dtype, block_d, tokens // max(samples, 1) >= _LONG_SAMPLE)[kernel]
     scales = (1.0, settings.scale * LOG2_E)  # before the cap, and after: then exp2 gives the logit's exp
     if settings.softcap:
         scales = (settings.scale / settings.softcap, settings.softcap * LOG2_E)
@@ -89,9 +74,6 @@ def launch_parameters(
         SEARCH_STEPS=max(1, -(-(samples - 1).bit_length() // 7)),
         num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
-    if dout is not None:
-        rows = [_rows(x, blocks.step) if described else None for x in (q, dout)]
-        options |= dict(q_rows=rows[0], dout_rows=rows[1], DESCRIBED=described)
     grid = (tokens // blocks.own + samples, k.shape[1] if kernel == 2 else heads)
     return grid, (cu_seqlens, samples, tokens, settings.window or 0, *scales), options
 
@@ -110,20 +92,3 @@ def blocks_for(
     if long and table is _HOPPER:
         table = _HOPPER | _HOPPER_LONG
     return table[max(block_d, 64)]
-
-
-def _describable(*tensors: Tensor) -> bool:
-    """Whether a descriptor can show each x [T, H, D] as [T, H D]: 16-bit, heads side by side, in steps of 16 bytes."""
-    return TensorDescriptor is not None and all(
-        x.element_size() == 2
-        and x.stride(1) == x.shape[2]
-        and x.stride(0) >= x.shape[1] * x.shape[2]  # rows that overlap may be none to the hardware
-        and x.stride(0) % 8 == 0
-        and x.data_ptr() % 16 == 0
-        for x in tensors
-    )
-
-
-def _rows(x: Tensor, step: int) -> Any:
-    """A descriptor of x [T, H, D] as [T, H D], which loads [step, D]."""
-    return TensorDescriptor.from_tensor(x.flatten(1), [step, x.shape[2]])

@@ -218,82 +218,6 @@ def test_packed_equals_alone_bit_by_bit() -> None:
         assert torch.equal(a[6:43], b)
 
 
-# Descriptors take 16-bit tensors. Shorter than a block, a last block that is not full, only full ones.
-DESCRIBED_LENGTHS = (5, 37, 0, 32)
-
-
-@pytest.fixture
-def described(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[tuple[int, ...]]:
-    """Small blocks whose dK and dV take descriptors; the shapes of those made."""
-    own, step = getattr(request, "param", (16, 16))
-    monkeypatch.setattr(flash_launch, "_blocks", lambda *_: (Blocks(own, step, 4, 2, described=True),) * 3)
-    shapes, rows = [], flash_launch._rows
-    monkeypatch.setattr(flash_launch, "_rows", lambda x, step: shapes.append(tuple(x.shape)) or rows(x, step))
-    return shapes
-
-
-@kernel_test
-@pytest.mark.parametrize("described", [(32, 16), (16, 32)], indirect=True, ids=str)
-@pytest.mark.parametrize("features", [{}, dict(window=18), FEATURES[-1]], ids=str)
-def test_described_three_way(described: list[tuple[int, ...]], features: dict[str, Any]) -> None:
-    options = {name: value for name, value in features.items() if name != "sinks"}
-    inputs = leaves(DESCRIBED_LENGTHS, dtype=torch.float16, sinks=features.get("sinks", False))
-    three_way(inputs, DESCRIBED_LENGTHS, **options)
-    assert described == [(74, 4, 16)] * 2
-
-
-@kernel_test
-@pytest.mark.parametrize("window", [None, 18])
-@pytest.mark.parametrize("few", [0, 10**6])  # a group of query heads, each head apart
-def test_described_or_not_the_same_bits(
-    monkeypatch: pytest.MonkeyPatch, described: list[tuple[int, ...]], few: int, window: int | None
-) -> None:  # fmt: skip
-    """In samples of full blocks; in others dK and dV sum the last rows in another order."""
-    monkeypatch.setattr(flash, "_FEW_PROGRAMS", few)
-    for lengths, full in (((32, 5, 16), True), ((37,), False)):
-        inputs, dout = leaves(lengths, 2, 1, dtype=torch.float16), torch.randn(2, sum(lengths), 16, device=DEVICE)
-        dout = dout.half().transpose(0, 1)  # strided heads: no descriptor
-        plain = both_ways(inputs, lengths, dout, window=window)
-        assert not described
-        ours = both_ways(inputs, lengths, dout.contiguous(), window=window)
-        assert described == [(sum(lengths), 2, 16)] * 2
-        described.clear()
-        for a, b in zip(ours, plain, strict=True):
-            assert torch.equal(a, b) if full else relative_error(a, b) < torch.finfo(a.dtype).eps
-
-
-@kernel_test
-@pytest.mark.parametrize("described", [(16, 32)], indirect=True, ids=str)
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("filler", [torch.inf, torch.nan])
-def test_described_no_leak(described: list[tuple[int, ...]], filler: float, window: int | None) -> None:
-    """Infinity and NaN in all of one sample and of its gradient: the others change by exactly 0."""
-    lengths = (37, 20, 3, 33)
-    inputs, dout = leaves(lengths, 2, 1, dtype=torch.float16), torch.randn(93, 2, 16, device=DEVICE)
-    base = both_ways(inputs, lengths, dout, window=window)
-    others = torch.ones(93, dtype=torch.bool, device=DEVICE)
-    others[37:57] = False
-    for changed in (*inputs, dout):
-        changed.data[~others] = filler
-    for a, b in zip(both_ways(inputs, lengths, dout, window=window), base, strict=True):
-        assert torch.equal(a[others], b[others])
-    assert len(described) == 4
-
-
-@kernel_test
-def test_which_tensors_can_be_described() -> None:
-    def describable(stride: tuple[int, int], offset: int = 0, dtype: torch.dtype = torch.float16) -> bool:
-        storage = torch.zeros(8 * 128, dtype=dtype, device=DEVICE)
-        return flash_launch._describable(storage.as_strided((6, 4, 16), (*stride, 1), offset))
-
-    assert describable((64, 16)) and describable((64, 16), 8) and describable((96, 16), 16)  # parts of a projection
-    assert describable((72, 16)) and not describable((68, 16))  # rows 136 bytes apart
-    assert not describable((128, 32)) and not describable((16, 96))  # heads apart, heads outside
-    assert not describable((64, 16), 4)  # begins at 8 bytes
-    assert not describable((0, 16))  # an expanded row
-    assert not describable((64, 16), dtype=torch.float32)
-
-
 @kernel_test
 def test_blocks_for_long_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for by the mean length, and only on Hopper, for a head size that they were measured with."""
@@ -306,7 +230,7 @@ def test_blocks_for_long_samples(monkeypatch: pytest.MonkeyPatch) -> None:
         assert asked == [long] * 3
         asked.clear()
     short, long = (blocks_for(9, torch.bfloat16, 128, long) for long in (False, True))
-    assert [b.described for b in (*short, *long)] == [False] * 5 + [True]
+    assert [b.own for b in short] == [64] * 3 and [b.own for b in long] == [128, 128, 64]
     for major, dtype, size in ((9, torch.bfloat16, 64), (9, torch.float32, 128), (8, torch.bfloat16, 128)):
         assert blocks_for(major, dtype, size, True) == blocks_for(major, dtype, size)
 
