@@ -92,6 +92,20 @@ def training_step(
     original: Callable[..., Tensor], trainer: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Tensor:
     """SFTTrainer.training_step: forward and backward of one micro-batch under the policy that fits."""
+    try:
+        return _training_step(original, trainer, model, inputs, *args, **kwargs)
+    except torch.OutOfMemoryError as error:
+        error.add_note(
+            f"fastlm: a micro-batch of {inputs['input_ids'].numel():,} tokens was too much. A smaller "
+            "per_device_train_batch_size (with more gradient_accumulation_steps), a smaller max_length and 4 bits "
+            "take less; `fastlm plan` says how much."
+        )
+        raise
+
+
+def _training_step(
+    original: Callable[..., Tensor], trainer: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+) -> Tensor:  # fmt: skip
     state = state_of(trainer)
     activations = None if state is None else state.activations
     if state is None or activations is None or not (layers := _layers(trainer)):

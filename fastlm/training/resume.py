@@ -19,6 +19,7 @@ import torch
 
 from ..models.patch import is_patched
 from . import memory
+from .room import check_batch
 from .step import drain_metrics, state_of
 
 __all__ = [
@@ -46,6 +47,7 @@ def train(
         trainer.__dict__[_NAMES] = names
         _check_names(names, _folder(trainer, resume_from_checkpoint))
         memory.begin(trainer)
+        check_batch(trainer)
     return original(trainer, resume_from_checkpoint, *args, **kwargs)
 
 
