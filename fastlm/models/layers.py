@@ -176,7 +176,7 @@ def _reading(layer: Any, y: Tensor, x: Tensor, norm: Any, options: list[dict[str
     patch: LayerPatch = layer._fastlm
     if patch.recomputing:
         return _read(patch, y)
-    if patch.norms_kept or not torch.is_grad_enabled():
+    if patch.norms_kept or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return nullcontext()
     return NormAgain(y, x, norm.weight, options[0])
 

@@ -21,17 +21,18 @@ class NormAgain(torch.autograd.graph.saved_tensors_hooks):
     """While it is on, whoever saves y or a view of all of it for backward keeps x and gets ``rms_norm(x)`` there.
 
     y: of any shape, ``rms_norm(x, weight, **options)``; made again by the same kernel, it has the same bits. All other
-    tensors are kept as they are. As without hooks, backward raises RuntimeError for what was written to meanwhile.
+    tensors are kept as they are, and so is y once something has written to it. As without hooks, backward raises
+    RuntimeError for what was written to meanwhile. Hooks of the user's around the model do not see what is kept here.
     """
 
     def __init__(self, y: Tensor, x: Tensor, weight: Tensor, options: dict[str, Any]) -> None:
         x, weight = x.detach(), weight.detach()
         # not y itself, which autograd would hold with these functions
-        told, versions = (y.data_ptr(), y.numel(), y.dtype), (x._version, weight._version)
+        told, versions = (y.data_ptr(), y.numel(), y.dtype, y._version), (x._version, weight._version)
 
         def pack(tensor: Tensor) -> tuple[Tensor | torch.Size, Any]:
-            plain = not is_traceable_wrapper_subclass(tensor)  # those have no address
-            if plain and (tensor.data_ptr(), tensor.numel(), tensor.dtype) == told and tensor.is_contiguous():
+            plain = not is_traceable_wrapper_subclass(tensor) and tensor.is_contiguous()  # those have no address
+            if plain and (tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor._version) == told:
                 return tensor.shape, versions
             return tensor.detach() if tensor.grad_fn is not None else tensor, tensor._version
 

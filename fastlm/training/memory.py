@@ -27,6 +27,7 @@ from ..models.offload import Offload
 from ..models.patch import decoder_layers, offloads, patched_core
 from ..packing.dataset import EVEN_AT, lengths_of
 from .costs import in_words, ladder, overall, per_layer
+from .room import check_batch, free_bytes, tokens_of
 from .step import State, state_of
 
 __all__ = ["MARGIN", "RESERVE", "Activations", "begin", "free_bytes", "kept_bytes", "largest_batch", "training_step"]
@@ -80,25 +81,17 @@ def _gauge(trainer: Any, begin: bool = False) -> _Gauge | None:
     return _Gauge(torch.cuda.memory_allocated(device), peak, free_bytes(device))
 
 
-def free_bytes(device: torch.device) -> int:
-    """What a GPU still has for this process: of its memory, and of what the process may use."""
-    allocated = torch.cuda.memory_allocated(device)
-    free, total = torch.cuda.mem_get_info(device)
-    limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
-    return min(free + torch.cuda.memory_reserved(device) - allocated, limit - allocated)
-
-
 def training_step(
     original: Callable[..., Tensor], trainer: Any, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
 ) -> Tensor:
     """SFTTrainer.training_step: forward and backward of one micro-batch under the policy that fits."""
+    check_batch(trainer, inputs)
     try:
         return _training_step(original, trainer, model, inputs, *args, **kwargs)
     except torch.OutOfMemoryError as error:
         error.add_note(
-            f"fastlm: a micro-batch of {inputs['input_ids'].numel():,} tokens was too much. A smaller "
-            "per_device_train_batch_size (with more gradient_accumulation_steps), a smaller max_length and 4 bits "
-            "take less; `fastlm plan` says how much."
+            "fastlm: this micro-batch was too much. A smaller per_device_train_batch_size (with more "
+            "gradient_accumulation_steps), a smaller max_length and 4 bits take less; `fastlm plan` says how much."
         )
         raise
 
@@ -204,8 +197,7 @@ def _patch(module: Any) -> LayerPatch | None:
 def _begin_to_count(trainer: Any, layers: list[Any], activations: Activations, inputs: dict[str, Any]) -> None:
     if activations.tokens:
         return
-    padded = inputs.get("attention_mask")
-    activations.tokens = int(padded.sum()) if padded is not None else inputs["input_ids"].numel()
+    activations.tokens = tokens_of(inputs)
     activations.trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     if (gauge := _gauge(trainer, begin=True)) is not None:  # loading or an earlier run may have taken more
         activations.before = gauge.allocated

@@ -19,7 +19,6 @@ import torch
 
 from ..models.patch import is_patched
 from . import memory
-from .room import check_batch
 from .step import drain_metrics, state_of
 
 __all__ = [
@@ -47,7 +46,6 @@ def train(
         trainer.__dict__[_NAMES] = names
         _check_names(names, _folder(trainer, resume_from_checkpoint))
         memory.begin(trainer)
-        check_batch(trainer)
     return original(trainer, resume_from_checkpoint, *args, **kwargs)
 
 

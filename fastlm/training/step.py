@@ -64,6 +64,7 @@ class State:
     evaluated: list[float] = field(default_factory=lambda: [0.0, 0.0])  # targets and loss of this evaluation
     flops_per_token: float | None = None
     activations: Any = None  # memory.Activations, where a step decides what it keeps
+    first_batch_checked: bool = False  # whether it has room (room.py)
     rate_set: bool = False  # embedding_learning_rate, in the trainer's own optimizer
     graphs: Any = None  # models.graphs.LayerGraphs where small steps run so, False where not, None until it is known
 

@@ -123,6 +123,44 @@ def test_a_second_backward_is_torchs_own_error():
         loss.backward()
 
 
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("block", ["self_attn", "mlp", "q_proj"])
+def test_what_a_hook_has_written_to_is_kept(block, lora):
+    model = tiny_model("llama")
+    model = add_lora(model) if lora else model
+    fastlm.patch(model)
+
+    def louder(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        (args[0] if args else kwargs["hidden_states"]).mul_(1.5)
+
+    for name, module in model.named_modules():
+        if name.endswith(block):
+            module.register_forward_pre_hook(louder, with_kwargs=True)
+    batches, count = LAYOUTS["flattened"](ROWS), target_count(ROWS)
+    _, gradients = loss_and_gradients(model, batches, count)
+    for layer in decoder_layers(patched_core(model)):
+        layer._fastlm.norms_kept = False
+    _, again = loss_and_gradients(model, batches, count)
+    assert all(torch.equal(again[name], gradients[name]) for name in gradients) and gradients
+
+
+def test_a_compiled_model_keeps_all():
+    torch._dynamo.reset()
+    model = add_lora(tiny_model("llama"))
+    fastlm.patch(model.train())
+    gradients = []
+    for kept in (True, False):
+        for layer in decoder_layers(patched_core(model)):
+            layer._fastlm.norms_kept = kept
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="aot_eager")
+        model.zero_grad()
+        compiled(**LAYOUTS["padded"](ROWS)[0], use_cache=False).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    kept, light = gradients
+    assert kept.keys() == light.keys() and all(torch.equal(light[name], kept[name]) for name in kept)
+
+
 def test_half_of_an_output_is_kept():
     torch.manual_seed(0)
     x, weight, w = torch.randn(4, 8), torch.rand(8), torch.randn(8, 4, requires_grad=True)

@@ -1,4 +1,4 @@
-"""fastlm/training/room.py: a batch that cannot fit is refused before the first step, and nothing else is."""
+"""fastlm/training/room.py: a first batch that cannot fit is refused before it is computed, and nothing else is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fastlm
-from fastlm.training import memory, room
+from fastlm.training import room
 from fastlm.training.room import refusal
 from fastlm.training.step import state_of
 
@@ -18,91 +18,125 @@ from ..tiny import add_lora, tiny_model
 from . import runs
 
 MIB = 2**20
+LONG: dict[str, Any] = dict(max_position_embeddings=8192, intermediate_size=512, num_hidden_layers=8)
 
 
 def trainer(tmp_path: Any, setting: Any = "fastlm", model: Any = None, **config: Any) -> Any:
-    model = model or add_lora(tiny_model("llama"))
+    model = model or add_lora(tiny_model("llama", **LONG))
     fastlm.patch(model)
     core = model.get_base_model() if hasattr(model, "get_base_model") else model
     core._fastlm_checkpointing = setting
-    options = {"per_device_train_batch_size": 2, "optim": "adamw_torch", **config}
-    return runs.trainer(model, runs.rows(runs.LENGTHS), runs.config(tmp_path, **options))
+    return runs.trainer(model, runs.rows(), runs.config(tmp_path, **{"optim": "adamw_torch", **config}))
 
 
-def least(trainer: Any) -> int:
+def why(made: Any, tokens: int = 8000, free: int = 0) -> str | None:
+    return refusal(made, state_of(made), tokens, free)
+
+
+def least(made: Any, tokens: int = 8000) -> int:
     """The fewest MiB free that are not refused."""
-    state = state_of(trainer)
-    return next(free for free in range(2000) if refusal(trainer, state, free * MIB) is None)
+    return next(free for free in range(2000) if why(made, tokens, free * MIB) is None)
 
 
 def test_what_cannot_fit_is_refused_with_what_would(tmp_path):
     made = trainer(tmp_path)
-    reason = refusal(made, state_of(made), 8 * MIB)
-    most = sum(sorted(runs.LENGTHS)[-2:])
-    pattern = rf"a micro-batch of this run has up to {most} tokens and takes \d\.\d GiB even with .*\. (would|no) "
-    assert re.match(pattern, reason)
-    assert refusal(made, state_of(made), 2**33) is None
+    reason = (
+        r"a micro-batch of 8,000 tokens takes \d\.\d GiB even with layer inputs .* it\. (would|no) "
+    )
+    assert re.match(reason, why(made)) and why(made, free=2**33) is None
 
 
-def test_a_forced_policy_needs_more_and_longer_batches_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "LENGTHS", (4000,) * 8)
-    facts = dict(max_position_embeddings=8192, intermediate_size=512, num_hidden_layers=8)
+def test_a_forced_policy_needs_more_and_longer_batches_do(tmp_path):
     needs = []
-    for setting, size in (("fastlm", 1), ("recompute", 1), (False, 1), ("fastlm", 2)):
-        model = add_lora(tiny_model("llama", **facts))
-        config: dict[str, Any] = {} if setting else {"gradient_checkpointing": False}
-        needs.append(
-            least(trainer(tmp_path, setting, model, per_device_train_batch_size=size, max_length=4000, **config))
-        )
+    for setting, tokens in (("fastlm", 8000), ("recompute", 8000), (False, 8000), ("fastlm", 16_000)):
+        config = {} if setting else {"gradient_checkpointing": False}
+        made = trainer(tmp_path, setting, **config)
+        needs.append(least(made, tokens))
+        assert setting == "fastlm" or f" GiB with use_gradient_checkpointing={setting!r}; " in why(made)
     fits, recomputed, kept, twice = needs
     assert fits < recomputed < kept and fits < twice
 
 
-def test_what_cannot_be_counted_passes(tmp_path):
-    made = trainer(tmp_path, optim="adafactor")
-    assert refusal(made, state_of(made), 0) is None
+@pytest.mark.parametrize("config", [{"optim": "adafactor"}, {"per_device_train_batch_size": 1}])
+def test_what_cannot_be_counted_passes(tmp_path, config):
+    """Another optimiser; a row longer than the model takes."""
+    assert why(trainer(tmp_path, **config), tokens=9000) is None
+
+
+@pytest.mark.parametrize("kind", ["bf16", "frozen"])
+def test_adapters_that_take_less_than_is_counted_pass(tmp_path, kind):
+    model = add_lora(tiny_model("llama", dtype=torch.bfloat16, **LONG), r=512)
+    for name, parameter in model.named_parameters():
+        if kind == "frozen" and ".0." in name and "lora_" in name:
+            parameter.requires_grad = False
+    made = trainer(tmp_path, model=model)
+    assert why(made) is None
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A trainer of which check_batch believes that its model is on a GPU with no room at all."""
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(room, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(room, "refusal", lambda trainer, state, tokens, free: f"{free} bytes for {tokens} tokens")
+    monkeypatch.setattr(room, "patched_core", lambda model: model)
+    monkeypatch.setattr(room, "decoder_layers", lambda core: core.layers)
 
-    def made(**facts: Any) -> Any:
-        parameter = SimpleNamespace(device=torch.device("cuda"), requires_grad=True)
-        rest = {"optimizer": None, "args": SimpleNamespace(auto_find_batch_size=False), **facts}
+    def made(model: dict[str, Any] | None = None, args: dict[str, Any] | None = None, **facts: Any) -> Any:
+        each = SimpleNamespace(device=torch.device("cuda"), requires_grad=True)
+        layer = SimpleNamespace(parameters=lambda: iter([each]))
+        core = {"parameters": lambda: iter([each]), "layers": [layer] * 2, "dtype": torch.bfloat16, **(model or {})}
+        said = dict(auto_find_batch_size=False, n_gpu=1, bf16=True, fp16=False, activation_offloading=False)
+        rest = {"optimizer": SimpleNamespace(state={}), "ranks": "NO", **facts}
         return SimpleNamespace(
-            model=SimpleNamespace(parameters=lambda: iter([parameter])), _fastlm=SimpleNamespace(),
-            accelerator=SimpleNamespace(distributed_type=facts.get("ranks", "NO")), **rest,
+            model=SimpleNamespace(**core), _fastlm=SimpleNamespace(first_batch_checked=False),
+            args=SimpleNamespace(**said | (args or {})),
+            accelerator=SimpleNamespace(distributed_type=rest.pop("ranks")), **rest,
         )  # fmt: skip
 
-    monkeypatch.setattr(room, "patched_core", lambda model: model)
-    monkeypatch.setattr(room, "refusal", lambda trainer, state, free: f"{free} bytes are too few")
     return made
 
 
-def test_a_run_on_one_gpu_is_checked(on_a_gpu):
-    with pytest.raises(ValueError, match=r"^0 bytes are too few$"):
-        room.check_batch(on_a_gpu())
+def test_the_first_batch_of_a_run_on_one_gpu_is_checked(on_a_gpu):
+    made, mask = on_a_gpu(), torch.tensor([[1, 1, 1], [1, 0, 0]])
+    with pytest.raises(ValueError, match=r"^0 bytes for 4 tokens$"):
+        room.check_batch(made, {"input_ids": torch.zeros(2, 3), "attention_mask": mask})
+    room.check_batch(made, {"input_ids": torch.zeros(2, 3)})  # once
+
+
+def parameters(*facts: tuple[str, bool]) -> Any:
+    made = [SimpleNamespace(device=torch.device(device), requires_grad=trains) for device, trains in facts]
+    return lambda: iter(made)
 
 
 @pytest.mark.parametrize("facts", [
-    {"optimizer": object()}, {"ranks": "MULTI_GPU"}, {"args": SimpleNamespace(auto_find_batch_size=True)},
+    {"optimizer": SimpleNamespace(state={1: 2})}, {"ranks": "MULTI_GPU"}, {"args": {"auto_find_batch_size": True}},
+    {"args": {"n_gpu": 2}}, {"args": {"activation_offloading": True}}, {"model": {"dtype": torch.float32}},
+    {"model": {"parameters": parameters(("cuda:0", True), ("cuda:1", True))}},
+    {"model": {"parameters": parameters(("cpu", True))}},
+    {"model": {"layers": [SimpleNamespace(parameters=parameters(("cuda", False)))]}},
+    {"model": {"_fastlm_full_finetuning": True, "parameters": parameters(("cuda", True), ("cuda", False))}},
 ])  # fmt: skip
 def test_other_runs_are_not(on_a_gpu, facts):
-    room.check_batch(on_a_gpu(**facts))
+    room.check_batch(on_a_gpu(**facts), {"input_ids": torch.zeros(1, 3)})
 
 
-def test_nor_is_a_model_on_a_cpu_or_a_partly_frozen_one(tmp_path, on_a_gpu):
-    room.check_batch(trainer(tmp_path))
-    made = on_a_gpu()
-    made.model._fastlm_full_finetuning = True
-    next(made.model.parameters()).requires_grad = False
-    room.check_batch(made)
+def test_nor_is_a_batch_without_ids(on_a_gpu):
+    room.check_batch(on_a_gpu(), {"inputs_embeds": torch.zeros(1, 3, 4)})
 
 
-def test_out_of_memory_says_what_takes_less(tmp_path, monkeypatch):
-    made = trainer(tmp_path, setting="recompute", max_steps=1)
+def test_a_run_asks_before_it_computes(tmp_path, monkeypatch):
+    """The real trainer, whose model is said to be on a GPU."""
+    made = trainer(tmp_path, max_steps=1, per_device_train_batch_size=len(runs.LENGTHS))
+    monkeypatch.setattr(room, "_counted", lambda trainer, devices: True)
+    monkeypatch.setattr(room, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(type(made), "compute_loss", lambda *args, **kwargs: pytest.fail("computed"))
+    with pytest.raises(ValueError, match=rf"^a micro-batch of {sum(runs.LENGTHS)} tokens takes "):
+        made.train()
+
+
+@pytest.mark.parametrize("setting", ["fastlm", "recompute"])
+def test_out_of_memory_says_what_takes_less(tmp_path, monkeypatch, setting):
+    made = trainer(tmp_path, setting, max_steps=1)
 
     def too_much(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory (a test)")
@@ -111,4 +145,4 @@ def test_out_of_memory_says_what_takes_less(tmp_path, monkeypatch):
     with pytest.raises(torch.OutOfMemoryError) as caught:
         made.train()
     (note,) = caught.value.__notes__
-    assert note.startswith("fastlm: a micro-batch of ") and "per_device_train_batch_size" in note
+    assert note.startswith("fastlm: this micro-batch was too much") and "per_device_train_batch_size" in note
