@@ -40,9 +40,7 @@ def least(made: Any, tokens: int = 8000) -> int:
 
 def test_what_cannot_fit_is_refused_with_what_would(tmp_path):
     made = trainer(tmp_path)
-    reason = (
-        r"a micro-batch of 8,000 tokens takes \d\.\d GiB even with layer inputs .* it\. (would|no) "
-    )
+    reason = r"a micro-batch of 8,000 tokens takes \d\.\d GiB even with layer inputs .* it\. (would|no) "
     assert re.match(reason, why(made)) and why(made, free=2**33) is None
 
 
