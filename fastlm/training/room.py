@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from bisect import bisect_left
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
-from ..models.patch import decoder_layers, offloads, patched_core
+from ..models.patch import decoder_layers, offloads, patch, patched_core
+from .costs import StepCosts, step_costs
 from .step import State, state_of
 
 __all__ = ["check_batch", "free_bytes", "refusal", "tokens_of"]
@@ -31,7 +35,7 @@ def tokens_of(inputs: dict[str, Any]) -> int:
 def check_batch(trainer: Any, inputs: dict[str, Any]) -> None:
     """ValueError where the first micro-batch of a run takes more than its GPU has, whatever is computed again.
 
-    Counted from shapes, as `fastlm.plan` does; a run of which that cannot count everything passes.
+    Counted from shapes (costs.py), as `fastlm.plan` does; a run of which that cannot count everything passes.
     """
     state = state_of(trainer)
     if state is None or state.first_batch_checked:
@@ -44,14 +48,16 @@ def check_batch(trainer: Any, inputs: dict[str, Any]) -> None:
         raise ValueError(reason)
 
 
+def _core(trainer: Any) -> Any:
+    return patched_core(trainer.model)
+
+
 def _counted(trainer: Any, devices: set[torch.device]) -> bool:
-    """Whether `plan` counts what this run does: one GPU, one dtype, something to train in every layer."""
-    args, core = trainer.args, patched_core(trainer.model)
+    """Whether costs.py counts what this run does: one GPU, one dtype, something to train in every layer."""
+    args, core = trainer.args, _core(trainer)
     if core is None or len(devices) > 1 or next(iter(devices)).type != "cuda" or args.n_gpu > 1:
         return False
     if trainer.accelerator.distributed_type != "NO" or args.auto_find_batch_size:  # which looks for one that fits
-        return False
-    if trainer.optimizer is not None and trainer.optimizer.state:  # its states are not free any more
         return False
     in_two_dtypes = core.dtype.itemsize == 4 and (args.bf16 or args.fp16)
     if in_two_dtypes or getattr(args, "activation_offloading", False):
@@ -63,31 +69,52 @@ def _counted(trainer: Any, devices: set[torch.device]) -> bool:
 
 def refusal(trainer: Any, state: State, tokens: int, free: int) -> str | None:
     """Why so many tokens do not fit into so many free bytes, weights being there already; None if they may."""
-    from ..planner import plan  # which counts with this package
+    costs = _costs(trainer)
+    if costs is None:
+        return None
+    if state.activations is not None:
+        least, how = "offload", "even with layer inputs in host memory"
+    else:
+        recomputed = getattr(trainer.args, "activation_checkpointing", trainer.args.gradient_checkpointing)
+        least = ("offload" if offloads(_core(trainer)) else "recompute") if recomputed else "keep"
+        how = f"with use_gradient_checkpointing={least if recomputed else False!r}"
+    there = free + costs.weights + costs.adapters
 
-    args, core, rows = trainer.args, patched_core(trainer.model), trainer._train_batch_size
-    setting: bool | str = "fastlm"
-    if state.activations is None:
-        recomputed = getattr(args, "activation_checkpointing", args.gradient_checkpointing)
-        setting = ("offload" if offloads(core) else "recompute") if recomputed else False
-    settings: dict[str, Any] = dict(
-        max_length=-(-tokens // rows), batch_size=rows, optim=str(getattr(args.optim, "value", args.optim)),
-        gradient_accumulation_steps=args.gradient_accumulation_steps, use_gradient_checkpointing=setting,
-    )  # fmt: skip
-    try:
-        standing = plan(trainer.model, gpu_memory=1, **settings).parts
-        if sum(p.nbytes for p in trainer.model.parameters() if p.requires_grad) < standing["adapters"]:
-            return None  # adapters of another kind or dtype, or some that do not train: plan counts more
-        memory_gib = (free + standing["weights"] + standing["adapters"]) / 2**30
-        made = plan(trainer.model, gpu_memory=memory_gib, **settings)
-    except ValueError:  # layers that are not fused, another optimiser, a length past the model's limit
+    def fits(count: int) -> bool:
+        return sum(costs.worst_moment(least, count).values()) <= _SLACK * there
+
+    if fits(tokens):
         return None
-    least = min(made.peaks.values())
-    if least <= _SLACK * made.memory_bytes:
-        return None
-    forced = f"with use_gradient_checkpointing={setting!r}"
-    how = "even with layer inputs in host memory" if setting == "fastlm" else forced
+    most = bisect_left(range(1, tokens), True, key=lambda count: not fits(count))
+    needed = sum(costs.worst_moment(least, tokens).values())
     return (
-        f"a micro-batch of {tokens:,} tokens takes {least / 2**30:.1f} GiB {how}; {memory_gib:.1f} GiB of the GPU are "
-        f"there for it. {made.advice}"
+        f"a micro-batch of {tokens:,} tokens takes {needed / 2**30:.1f} GiB {how}; {there / 2**30:.1f} GiB of the GPU "
+        f"are there for it, enough for about {most:,} tokens. Lower per_device_train_batch_size (and raise "
+        "gradient_accumulation_steps) or max_length, or load the model in 4 bits; `fastlm plan` tells what fits."
     )
+
+
+def _costs(trainer: Any) -> StepCosts | None:
+    """Of a first micro-batch of this run; None where something trains that is not counted, or a layer is not fused."""
+    core = _core(trainer)
+    full, in_4bit = getattr(core, "_fastlm_full_finetuning", False), getattr(core, "is_loaded_in_4bit", False)
+    adapted = {name: m for name, m in core.named_modules() if hasattr(m, "lora_A")}
+    if (getattr(core, "is_quantized", False) and not in_4bit) or bool(full) == bool(adapted):
+        return None
+    ranks = {name: max(module.r.values()) for name, module in adapted.items()}
+    config = copy.deepcopy(core.config)
+    config.__dict__.pop("quantization_config", None)
+    try:
+        with torch.device("meta"):
+            twin = AutoModelForCausalLM.from_config(config, dtype=core.dtype)
+    except ValueError:  # a class of the user's own
+        return None
+    if any(not name.endswith(type(twin).__name__) for name in patch(twin).stock):  # the head may be stock
+        return None
+    if not ranks.keys() <= dict(twin.named_modules()).keys():
+        return None
+    accumulates = trainer.args.gradient_accumulation_steps > 1
+    # the optimiser has no states yet, or they are not free any more
+    costs = step_costs(twin, ranks, full=full, quantised=in_4bit, optimiser="sgd", accumulates=accumulates)
+    trained = sum(parameter.nbytes for parameter in trainer.model.parameters() if parameter.requires_grad)
+    return None if trained < costs.adapters else costs  # adapters of another kind or dtype, or some that do not train
