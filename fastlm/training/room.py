@@ -106,6 +106,8 @@ def _costs(trainer: Any) -> StepCosts | None:
     config.__dict__.pop("quantization_config", None)
     try:
         with torch.device("meta"):
+            if not all(make(1).is_meta for make in (torch.empty, torch.ones, torch.zeros)):
+                return None  # something has replaced torch's constructors: weights would be allocated
             twin = AutoModelForCausalLM.from_config(config, dtype=core.dtype)
     except ValueError:  # a class of the user's own
         return None

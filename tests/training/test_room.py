@@ -55,6 +55,16 @@ def test_a_forced_policy_needs_more_and_longer_batches_do(tmp_path):
     assert fits < recomputed < kept and fits < twice
 
 
+def test_asking_changes_nothing(tmp_path):
+    """No random number is drawn, or a resumed run would go on with others; the model keeps its patch and dtype."""
+    made = trainer(tmp_path)
+    core, random = room.patched_core(made.model), torch.get_rng_state()
+    before = [(name, p.data_ptr(), p.dtype) for name, p in core.named_parameters()]
+    assert why(made) and torch.equal(torch.get_rng_state(), random) and torch.get_default_dtype() == torch.float32
+    assert before == [(name, p.data_ptr(), p.dtype) for name, p in core.named_parameters()]
+    assert not any(parameter.is_meta for parameter in core.parameters())
+
+
 def test_what_fits_is_named(tmp_path):
     made = trainer(tmp_path)
     free = 2 * least(made, 1000) * MIB
