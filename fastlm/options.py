@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig
 
 from .keywords import nearest
+from .models.twin import meta_model
 from .training.costs import weight_bytes
-from .training.memory import free_bytes
+from .training.room import free_bytes
 
 __all__ = [
     "bits_of", "check_bits", "check_room", "choose_dtype", "fit_length", "is_bfloat16_supported", "keep_quantisation",
-    "meta_model", "place", "quantisation_keywords",
+    "place", "quantisation_keywords",
 ]  # fmt: skip
 
 _DTYPES = {
@@ -149,20 +149,6 @@ def keep_quantisation(
         print(f"fastlm: the checkpoint is stored in {bits} and stays so")
     if bits == "4-bit":
         config.quantization_config = {**facts, "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch.")}
-
-
-def meta_model(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """A causal LM without weights. RuntimeError, and nothing allocated, where it would get some."""
-    with torch.device("meta"):
-        # torch looks for its constructors once: they are not found where they were replaced by others at that time
-        if not all(make(1).is_meta for make in (torch.empty, torch.ones, torch.zeros)):
-            raise RuntimeError(
-                "torch.device('meta') has no effect in this process, so the weights would be allocated: something "
-                "replaced torch.empty while torch first looked for it; call this in a new process"
-            )
-        return AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code
-        )  # fmt: skip
 
 
 def check_room(name: str, config: Any, dtype: torch.dtype, device_map: Any, quantisation: Any) -> None:

@@ -24,8 +24,10 @@ from . import keywords as kw
 from .console import table
 from .gguf_weights import GGUFCheckpoint, find_gguf
 from .loader import base_of_adapter, existing, load_config
-from .models.patch import patch, unwrap_peft
-from .options import bits_of, check_bits, fit_length, meta_model
+from .models.adapters import adapter_ranks
+from .models.patch import unwrap_peft
+from .models.twin import twin_of
+from .options import bits_of, check_bits, fit_length
 from .training.costs import POLICIES, StepCosts, in_words, ladder, overall, per_layer, step_costs
 from .training.memory import MARGIN, RESERVE
 from .training.report import PEAK_TFLOPS, Operations, attended_pairs, count_operations, gpu_of
@@ -159,7 +161,6 @@ def plan(
     bits = bits_of(SimpleNamespace(config=config, dtype=dtype))
     if bits not in ("4-bit", "16-bit", "32-bit"):
         raise ValueError(f"plan knows weights in 16 bits and in NF4; these are {bits}")
-    config.__dict__.pop("quantization_config", None)
     twin = twin_of(config, dtype, trust_remote_code)
     full = full_finetuning or getattr(core, "_fastlm_full_finetuning", False)
     ranks = _ranks(core) if loaded else {}
@@ -205,15 +206,6 @@ def plan(
     )  # fmt: skip
 
 
-def twin_of(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """A patched causal LM without weights. ValueError for layers that fastlm does not fuse."""
-    twin = meta_model(config, dtype, trust_remote_code)
-    for name, reason in patch(twin).stock.items():
-        if not name.endswith(type(twin).__name__):  # the head may
-            raise ValueError(f"plan counts what layers keep that fastlm fuses, and {name} runs stock code ({reason})")
-    return twin
-
-
 def _memory(gpu_memory: float | None) -> int:
     if gpu_memory is not None:
         if not 0 < gpu_memory < float("inf"):
@@ -249,7 +241,7 @@ def _ranks(core: Any) -> dict[str, int]:
     for name, module in core.named_modules():
         if type(module).__name__ == "ModulesToSaveWrapper":
             raise ValueError(f"plan does not count modules_to_save ({name})")
-    return {name: max(module.r.values()) for name, module in core.named_modules() if hasattr(module, "lora_A")}
+    return adapter_ranks(core)
 
 
 def _targets(twin: Any, targets: Any) -> list[str]:
@@ -280,14 +272,9 @@ def _needed(costs: StepCosts, policy: str | Sequence[str], tokens: int) -> int:
 
 def _most_tokens(costs: StepCosts, policies: Sequence[str], memory: int) -> int:
     """Of a micro-batch that fits under one of the policies."""
-    fitting, too_many = 0, _MOST_TOKENS
-    while too_many - fitting > 1:
-        tokens = (fitting + too_many) // 2
-        if min(_needed(costs, policy, tokens) for policy in policies) <= memory:
-            fitting = tokens
-        else:
-            too_many = tokens
-    return fitting
+    return bisect_right(
+        range(1, _MOST_TOKENS), memory, key=lambda tokens: min(_needed(costs, policy, tokens) for policy in policies)
+    )
 
 
 def _advice(

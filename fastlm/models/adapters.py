@@ -16,7 +16,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from ..kernels.lora import Projection
 from ..kernels.nf4 import NF4Weight
 
-__all__ = ["adapter_obstacle", "fusable", "global_hooks", "has_hooks", "is_adapted", "is_ours", "runs_hooks"]
+__all__ = [
+    "adapter_obstacle", "adapter_ranks", "fusable", "global_hooks", "has_hooks", "is_adapted", "is_ours", "runs_hooks",
+]  # fmt: skip
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -143,6 +145,11 @@ def _frozen_weight(base: Any, dtype: torch.dtype, x_dtype: torch.dtype) -> Tenso
             return f"bitsandbytes computes in {base.compute_dtype}"
         return NF4Weight(weight, state)
     return f"base layer of type {type(base).__name__}"
+
+
+def adapter_ranks(core: nn.Module) -> dict[str, int]:
+    """Rank of every adapter of a loaded model, by the name that the adapted module has without PEFT."""
+    return {name: max(module.r.values()) for name, module in core.named_modules() if hasattr(module, "lora_A")}
 
 
 def _is_plain(parameter: Tensor) -> bool:

@@ -18,7 +18,7 @@ from ..kernels.linear_cross_entropy import chunk_rows
 from ..kernels.lora import TILE
 
 __all__ = ["OPTIMISERS", "PARTS", "POLICIES", "LayerCosts", "StepCosts", "in_words", "ladder", "layer_costs",
-           "optimiser_bytes", "overall", "per_layer", "step_costs", "weight_bytes"]  # fmt: skip
+           "left_out", "optimiser_bytes", "overall", "per_layer", "spared", "step_costs", "weight_bytes"]  # fmt: skip
 
 POLICIES = ("keep", "light", "lean", "recompute", "offload")  # of activations, the fastest first
 PARTS = ("weights", "adapters", "optimiser", "gradients", "activations", "loss", "workspace")
@@ -51,6 +51,18 @@ def ladder(spared: Sequence[Collection[str]]) -> list[tuple[str, ...]]:
                 level[index] = policy
                 levels.append(tuple(level))
     return levels
+
+
+def spared(norms: int, products: int) -> list[str]:
+    """Which policies between "keep" and "recompute" make a difference to a layer, by what `left_out` counts."""
+    return ["light"] * bool(norms) + ["lean"] * bool(products)
+
+
+def left_out(policy: str, norms: int, products: int) -> int:
+    """Bytes that a layer which is not recomputed leaves for its backward to make again: of so many of its norms'
+    outputs, and of its gate and up products.
+    """
+    return norms * (policy in ("light", "lean")) + products * (policy == "lean")
 
 
 def per_layer(policy: str | Sequence[str], count: int) -> Sequence[str]:
@@ -107,12 +119,11 @@ class LayerCosts:
         """Between forward and backward."""
         if policy in ("recompute", "offload"):
             return self.entering * (policy == "recompute")
-        kept = self.kept + self.entering * self.keeps_entering
-        return kept - self.remade * (policy == "lean") - sum(self.norms) * (policy != "keep")
+        return self.kept + self.entering * self.keeps_entering - left_out(policy, sum(self.norms), self.remade)
 
     def spared(self) -> list[str]:
-        """The policies between "keep" and "recompute" that make a difference; see `ladder`."""
-        return ["light"] * any(self.norms) + ["lean"] * bool(self.remade)
+        """As `ladder` takes it."""
+        return spared(sum(self.norms), self.remade)
 
 
 def layer_costs(
@@ -251,7 +262,7 @@ class StepCosts:
             new, own = gradients if sets_aside or not self.accumulates else 0, policies[index]
             for moment, (kept, absent, workspace, of_tile, fixed) in enumerate(of_layer, 1 - len(of_layer)):
                 if not runs_again:  # the MLP's moments come first: what is before attention is made again after them
-                    absent = (layer.remade * (own == "lean") + layer.norms[0] * (own != "keep")) * (moment < 0)
+                    absent = left_out(own, layer.norms[0], layer.remade) * (moment < 0)
                 kept += below + here + both_ends + self.tables - absent
                 activations = tokens * kept + copies + layer.copies * runs_again
                 workspace = tokens * workspace + min(tokens, TILE) * of_tile + fixed

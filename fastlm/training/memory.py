@@ -26,11 +26,11 @@ from ..models.layers import LayerPatch
 from ..models.offload import Offload
 from ..models.patch import decoder_layers, offloads, patched_core
 from ..packing.dataset import EVEN_AT, lengths_of
-from .costs import in_words, ladder, overall, per_layer
+from .costs import in_words, ladder, left_out, overall, per_layer, spared
 from .room import check_batch, free_bytes, tokens_of
 from .step import State, state_of
 
-__all__ = ["MARGIN", "RESERVE", "Activations", "begin", "free_bytes", "kept_bytes", "largest_batch", "training_step"]
+__all__ = ["MARGIN", "RESERVE", "Activations", "begin", "kept_bytes", "largest_batch", "training_step"]
 
 # Fragmentation, and what the counts leave out. Steps of different lengths ran out of memory at 93% and at 94% of what
 # the process could have (Llama-3-8B shapes in 24 GiB, Qwen3-8B's in 140; H200).
@@ -215,7 +215,7 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
     kept = kept_bytes(layers)
     norms, products = ([0 if one is None else getattr(one, what) for one in map(_patch, layers)]
                        for what in ("norms", "products"))  # fmt: skip
-    levels = ladder([["light"] * (n > 0) + ["lean"] * (p > 0) for n, p in zip(norms, products, strict=True)])
+    levels = ladder([spared(*sizes) for sizes in zip(norms, products, strict=True)])
     gauge, needed = _gauge(trainer), list[int]()
     if gauge is not None and all(kept):
         longer = largest_batch(trainer, state, activations.tokens) / activations.tokens
@@ -271,9 +271,8 @@ def _worst_moments(
     own, norms = kept[-1] - products[-1], [*norms[:-1], norms[-1] // 2]
     return [
         recomputed - own + sum(
-            all_of_it - part * (policy == "lean") - norm * (policy != "keep")
-            for policy, all_of_it, norm, part in zip(level, kept, norms, products, strict=True)
-            if policy != "recompute"
+            all_of_it - left_out(policy, *sizes)
+            for policy, all_of_it, *sizes in zip(level, kept, norms, products, strict=True) if policy != "recompute"
         )
         for level in levels
     ]  # fmt: skip

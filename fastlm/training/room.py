@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from bisect import bisect_left
+from bisect import bisect_right
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from ..models.patch import decoder_layers, offloads, patch, patched_core
+from ..models.adapters import adapter_ranks
+from ..models.patch import decoder_layers, offloads, patched_core
+from ..models.twin import twin_of
 from .costs import StepCosts, step_costs
 from .step import State, state_of
 
@@ -48,13 +48,10 @@ def check_batch(trainer: Any, inputs: dict[str, Any]) -> None:
         raise ValueError(reason)
 
 
-def _core(trainer: Any) -> Any:
-    return patched_core(trainer.model)
-
-
 def _counted(trainer: Any, devices: set[torch.device]) -> bool:
     """Whether costs.py counts what this run does: one GPU, one dtype, something to train in every layer."""
-    args, core = trainer.args, _core(trainer)
+    args = trainer.args
+    core: Any = patched_core(trainer.model)
     if core is None or len(devices) > 1 or next(iter(devices)).type != "cuda" or args.n_gpu > 1:
         return False
     if trainer.accelerator.distributed_type != "NO" or args.auto_find_batch_size:  # which looks for one that fits
@@ -69,49 +66,40 @@ def _counted(trainer: Any, devices: set[torch.device]) -> bool:
 
 def refusal(trainer: Any, state: State, tokens: int, free: int) -> str | None:
     """Why so many tokens do not fit into so many free bytes, weights being there already; None if they may."""
-    costs = _costs(trainer)
+    core: Any = patched_core(trainer.model)
+    costs = _costs(trainer, core)
     if costs is None:
         return None
     if state.activations is not None:
         least, how = "offload", "even with layer inputs in host memory"
     else:
         recomputed = getattr(trainer.args, "activation_checkpointing", trainer.args.gradient_checkpointing)
-        least = ("offload" if offloads(_core(trainer)) else "recompute") if recomputed else "keep"
+        least = ("offload" if offloads(core) else "recompute") if recomputed else "keep"
         how = f"with use_gradient_checkpointing={least if recomputed else False!r}"
     there = free + costs.weights + costs.adapters
 
-    def fits(count: int) -> bool:
-        return sum(costs.worst_moment(least, count).values()) <= _SLACK * there
+    def needed(count: int) -> int:
+        return sum(costs.worst_moment(least, count).values())
 
-    if fits(tokens):
+    if needed(tokens) <= _SLACK * there:
         return None
-    most = bisect_left(range(1, tokens), True, key=lambda count: not fits(count))
-    needed = sum(costs.worst_moment(least, tokens).values())
+    most = bisect_right(range(1, tokens), _SLACK * there, key=needed)
     return (
-        f"a micro-batch of {tokens:,} tokens takes {needed / 2**30:.1f} GiB {how}; {there / 2**30:.1f} GiB of the GPU "
-        f"are there for it, enough for about {most:,} tokens. Lower per_device_train_batch_size (and raise "
+        f"a micro-batch of {tokens:,} tokens takes {needed(tokens) / 2**30:.1f} GiB {how}; {there / 2**30:.1f} GiB of "
+        f"the GPU are there for it, enough for about {most:,} tokens. Lower per_device_train_batch_size (and raise "
         "gradient_accumulation_steps) or max_length, or load the model in 4 bits; `fastlm plan` tells what fits."
     )
 
 
-def _costs(trainer: Any) -> StepCosts | None:
+def _costs(trainer: Any, core: Any) -> StepCosts | None:
     """Of a first micro-batch of this run; None where something trains that is not counted, or a layer is not fused."""
-    core = _core(trainer)
     full, in_4bit = getattr(core, "_fastlm_full_finetuning", False), getattr(core, "is_loaded_in_4bit", False)
-    adapted = {name: m for name, m in core.named_modules() if hasattr(m, "lora_A")}
-    if (getattr(core, "is_quantized", False) and not in_4bit) or bool(full) == bool(adapted):
+    ranks = adapter_ranks(core)
+    if (getattr(core, "is_quantized", False) and not in_4bit) or bool(full) == bool(ranks):
         return None
-    ranks = {name: max(module.r.values()) for name, module in adapted.items()}
-    config = copy.deepcopy(core.config)
-    config.__dict__.pop("quantization_config", None)
     try:
-        with torch.device("meta"):
-            if not all(make(1).is_meta for make in (torch.empty, torch.ones, torch.zeros)):
-                return None  # something has replaced torch's constructors: weights would be allocated
-            twin = AutoModelForCausalLM.from_config(config, dtype=core.dtype)
-    except ValueError:  # a class of the user's own
-        return None
-    if any(not name.endswith(type(twin).__name__) for name in patch(twin).stock):  # the head may be stock
+        twin = twin_of(core.config, core.dtype)
+    except (RuntimeError, ValueError):  # layers that are not fused, a class of the user's own
         return None
     if not ranks.keys() <= dict(twin.named_modules()).keys():
         return None

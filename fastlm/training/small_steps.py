@@ -20,6 +20,7 @@ from ..models.patch import decoder_layers, patched_core
 from ..packing.dataset import lengths_of
 from . import memory, optimizers
 from .report import PEAK_TFLOPS, count_operations, gpu_of
+from .room import free_bytes
 from .step import State, state_of
 
 __all__ = ["train", "training_step"]
@@ -120,7 +121,7 @@ def _too_large(core: Any, state: State, limit: int, largest: int) -> str | None:
     """Why the activations of a pass of limit tokens cannot be held beside those of a step without a graph."""
     kept = sum(memory.kept_bytes(decoder_layers(core)))
     needed = memory.MARGIN * kept / max(state.activations.tokens, 1) * (limit + largest) + memory.RESERVE
-    free = memory.free_bytes(core.device)
+    free = free_bytes(core.device)
     if needed < free:
         return None
     return f"{needed / 2**30:.1f} GiB would have to be free for their activations, and {free / 2**30:.1f} are"

@@ -28,7 +28,7 @@ def _as_on_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         return
     run_again(monkeypatch)
     monkeypatch.setattr(small_steps, "_worthwhile", lambda core: 512)
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 2**40)
+    monkeypatch.setattr(small_steps, "free_bytes", lambda device: 2**40)
     gauge = memory._Gauge(allocated=100, peak=300, free=2**40)
     monkeypatch.setattr(memory, "_gauge", lambda *args, **kwargs: gauge)
 
@@ -113,7 +113,7 @@ def test_what_stands_in_the_way_is_said(reason: str, tmp_path: Any, capsys: Any,
     else:
         model = runs.model()
     if reason == "memory":
-        monkeypatch.setattr(memory, "free_bytes", lambda device: 2**29)
+        monkeypatch.setattr(small_steps, "free_bytes", lambda device: 2**29)
     if reason == "deterministic":
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     _, noted = run(tmp_path, model, max_steps=4)
