@@ -50,7 +50,7 @@ def record_launches(capability: int) -> dict[tuple[Any, ...], dict[str, Any]]:
     triton.runtime.driver.set_active(Driver(capability))
     launch.interpreting = lambda: True  # use_triton then says yes to CPU tensors
     blocks_for = flash_launch.blocks_for
-    flash_launch._blocks = lambda device, dtype, block_d, long: blocks_for(capability // 10, dtype, block_d, long)
+    flash_launch._blocks = lambda device, dtype, block_d, length: blocks_for(capability // 10, dtype, block_d, length)
     compiled: dict[tuple[Any, ...], dict[str, Any]] = {}
     run = JITFunction.run
 
@@ -138,7 +138,10 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[Callable[[], None]]:
         for size in (64, 128, 256):
             yield lambda size=size: attend(size, {}, False)
             yield lambda size=size: attend(size, {"softcap": 50.0, "window": 16}, True)
-            yield lambda size=size: attend(size, {}, False, tokens=4096)  # its blocks are others
+            for tokens in (1024, 4096):  # whose blocks are others
+                yield lambda size=size, tokens=tokens: attend(size, {}, False, tokens)
+        for tokens in (1024, 4096):
+            yield lambda tokens=tokens: attend(128, {"softcap": 50.0, "window": 16}, True, tokens)
 
 
 def main(capability: int) -> None:

@@ -218,21 +218,98 @@ def test_packed_equals_alone_bit_by_bit() -> None:
         assert torch.equal(a[6:43], b)
 
 
+# Descriptors take 16-bit tensors. Shorter than a block, a last block that is not full, only full ones.
+DESCRIBED_LENGTHS = (5, 70, 0, 32)
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[tuple[int, ...]]:
+    """Small blocks that take descriptors; the shapes of those made."""
+    own, step = getattr(request, "param", (16, 16))
+    monkeypatch.setattr(flash_launch, "_blocks", lambda *_: (Blocks(own, step, 4, 2, described=True),) * 3)
+    shapes, make = [], flash_launch._described
+    monkeypatch.setattr(flash_launch, "_described", lambda x, step: shapes.append(tuple(x.shape)) or make(x, step))
+    return shapes
+
+
 @kernel_test
-def test_blocks_for_long_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for by the mean length, and only on Hopper, for a head size that they were measured with."""
-    asked: list[bool] = []
-    monkeypatch.setattr(flash_launch, "_LONG_SAMPLE", 32)
+@pytest.mark.parametrize("described", [(32, 16), (16, 32), (16, 16)], indirect=True, ids=str)
+@pytest.mark.parametrize("features", [{}, dict(window=18), dict(window=40), FEATURES[-1]], ids=str)
+def test_described_three_way(described: list[tuple[int, ...]], features: dict[str, Any]) -> None:
+    options = {name: value for name, value in features.items() if name != "sinks"}
+    inputs = leaves(DESCRIBED_LENGTHS, dtype=torch.float16, sinks=features.get("sinks", False))
+    three_way(inputs, DESCRIBED_LENGTHS, **options)
+    assert described == [(107, 2, 16)] * 4 + [(107, 4, 16)] * 2  # k and v twice, then q and dO
+
+
+@kernel_test
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("few", [0, 10**6])  # a group of query heads, each head apart
+def test_described_or_not(
+    monkeypatch: pytest.MonkeyPatch, described: list[tuple[int, ...]], few: int, window: int | None
+) -> None:  # fmt: skip
+    """The same, but for the order of the sums of dK and dV, and with a window of all."""
+    monkeypatch.setattr(flash, "_FEW_PROGRAMS", few)
+    inputs = leaves(DESCRIBED_LENGTHS, 2, 1, dtype=torch.float16)
+    dout = torch.randn(107, 2, 16, device=DEVICE).half()
+    ours = both_ways(inputs, DESCRIBED_LENGTHS, dout, window=window)
+    assert len(described) == 6
+    described.clear()
+    apart = [torch.stack([x, x], 2).detach()[:, :, 0].requires_grad_() for x in inputs]  # head vectors apart
+    plain = both_ways(apart, DESCRIBED_LENGTHS, torch.stack([dout, dout], 2)[:, :, 0], window=window)
+    assert not described
+    for index, (a, b) in enumerate(zip(ours, plain, strict=True)):
+        assert torch.equal(a, b) if index < 2 and not window else relative_error(a, b) < torch.finfo(a.dtype).eps
+
+
+@kernel_test
+@pytest.mark.parametrize("described", [(16, 32), (32, 16)], indirect=True, ids=str)
+@pytest.mark.parametrize("window", [None, 7, 50])
+@pytest.mark.parametrize("filler", [torch.inf, torch.nan])
+def test_described_no_leak(described: list[tuple[int, ...]], filler: float, window: int | None) -> None:
+    """Infinity and NaN in all of one sample and of its gradient: the others change by exactly 0."""
+    lengths = (70, 20, 3, 67)
+    inputs, dout = leaves(lengths, 2, 1, dtype=torch.float16), torch.randn(160, 2, 16, device=DEVICE)
+    base = both_ways(inputs, lengths, dout, window=window)
+    others = torch.ones(160, dtype=torch.bool, device=DEVICE)
+    others[70:90] = False
+    for changed in (*inputs, dout):
+        changed.data[~others] = filler
+    for a, b in zip(both_ways(inputs, lengths, dout, window=window), base, strict=True):
+        assert torch.equal(a[others], b[others])
+    assert len(described) == 12
+
+
+@kernel_test
+def test_which_tensors_can_be_described() -> None:
+    def describable(stride: tuple[int, int], offset: int = 0, dtype: torch.dtype = torch.float16) -> bool:
+        storage = torch.zeros(8 * 128, dtype=dtype, device=DEVICE)
+        return flash_launch._describable(storage.as_strided((6, 4, 16), (*stride, 1), offset))
+
+    assert describable((64, 16)) and describable((64, 16), 8) and describable((96, 16), 16)  # parts of a projection
+    assert describable((72, 16)) and not describable((68, 16))  # rows 136 bytes apart
+    assert not describable((128, 32)) and not describable((16, 96))  # heads apart, heads outside
+    assert not describable((64, 16), 4)  # begins at 8 bytes
+    assert not describable((0, 16))  # an expanded row
+    assert not describable((64, 16), dtype=torch.float32)
+
+
+@kernel_test
+def test_blocks_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for by the mean length, and others than for short samples only where they were measured."""
+    asked: list[int] = []
     monkeypatch.setattr(flash_launch, "_blocks", lambda *key: asked.append(key[-1]) or (Blocks(16, 16, 4, 2),) * 3)
-    for lengths, long in (((40, 24), True), ((40, 23), False), ((), False)):
+    for lengths, length in (((40, 24), 32), ((40, 23), 16), ((1, 1), 1), ((), None)):
         inputs = leaves(lengths)
         both_ways(inputs, lengths, torch.ones_like(inputs[0]))
-        assert asked == [long] * 3
+        assert asked == [length or 0] * 3
         asked.clear()
-    short, long = (blocks_for(9, torch.bfloat16, 128, long) for long in (False, True))
-    assert [b.own for b in short] == [64] * 3 and [b.own for b in long] == [128, 128, 64]
-    for major, dtype, size in ((9, torch.bfloat16, 64), (9, torch.float32, 128), (8, torch.bfloat16, 128)):
-        assert blocks_for(major, dtype, size, True) == blocks_for(major, dtype, size)
+    short, middle, long = (blocks_for(9, torch.bfloat16, 128, length) for length in (512, 1024, 4096))
+    assert [b.described for b in (*short, *middle, *long)] == [False] * 3 + [True] * 6
+    assert [b.own for b in middle] == [64] * 3 and [b.own for b in long] == [128, 128, 64]
+    assert blocks_for(9, torch.bfloat16, 64, 4096) == blocks_for(9, torch.bfloat16, 64, 1024)
+    for major, dtype, size in ((9, torch.bfloat16, 256), (9, torch.float32, 128), (8, torch.bfloat16, 128)):
+        assert blocks_for(major, dtype, size, 4096) == blocks_for(major, dtype, size)
 
 
 @kernel_test
@@ -284,24 +361,29 @@ def test_gpu_fp32(head_dim: int, features: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths", [(77, 4000), (77, 8200)], ids=str)  # blocks for short samples, for long
-def test_gpu_long_sample(lengths: tuple[int, ...]) -> None:
-    for options in ({}, dict(softcap=30.0, window=1000)):
-        three_way(leaves(lengths, 2, 1, 128, torch.bfloat16), lengths, **options)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("lengths", [(77, 1900), (77, 4000), (77, 8200)], ids=str)  # blocks for each mean length
+def test_gpu_long_sample(lengths: tuple[int, ...], head_dim: int) -> None:
+    for options in ({}, dict(window=1000), dict(softcap=30.0, window=1000)):
+        three_way(leaves(lengths, 2, 1, head_dim, torch.bfloat16), lengths, **options)
 
 
 @pytest.mark.gpu
-def test_gpu_long_samples_do_not_leak() -> None:
+@pytest.mark.parametrize("scale", [1, 4])  # blocks for 1,024 tokens, for 4,096
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("window", [None, 700])
+def test_gpu_long_samples_do_not_leak(window: int | None, head_dim: int, scale: int) -> None:
     """The same bits twice; NaN in the second sample and its gradient stays there."""
-    lengths = (8225, 8256, 20)  # a last block that is not full, only full ones, shorter than one
-    inputs = leaves(lengths, 8, 2, 128, torch.bfloat16)
+    first, second = 2081 * scale, 2112 * scale  # a last block that is not full, only full ones, shorter than one
+    lengths = (first, second, 20)
+    inputs = leaves(lengths, 8, 2, head_dim, torch.bfloat16)
     dout = torch.randn_like(inputs[0])
-    base = both_ways(inputs, lengths, dout)
-    assert all(map(torch.equal, both_ways(inputs, lengths, dout), base))
+    base = both_ways(inputs, lengths, dout, window=window)
+    assert all(map(torch.equal, both_ways(inputs, lengths, dout, window=window), base))
     for changed in (*inputs, dout):
-        changed.data[8225:16481] = torch.nan
-    for a, b in zip(both_ways(inputs, lengths, dout), base, strict=True):
-        assert torch.equal(a[:8225], b[:8225]) and torch.equal(a[16481:], b[16481:])
+        changed.data[first : first + second] = torch.nan
+    for a, b in zip(both_ways(inputs, lengths, dout, window=window), base, strict=True):
+        assert torch.equal(a[:first], b[:first]) and torch.equal(a[first + second :], b[first + second :])
 
 
 @pytest.mark.gpu
