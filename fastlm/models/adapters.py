@@ -22,9 +22,26 @@ __all__ = [
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module would run more than its class's forward, or ours."""
+    """Whether calling the module would run more than its class's forward, or ours.
+
+    Moving its inputs to the GPU that its layer is on does not count: they are there.
+    """
+    if "_hf_hook" in module.__dict__:
+        return runs_hooks(module) or not _only_places(module)
     own = module.__dict__.get("forward")
-    return runs_hooks(module) or "_hf_hook" in module.__dict__ or (own is not None and not is_ours(own))
+    return runs_hooks(module) or (own is not None and not is_ours(own))
+
+
+def _only_places(module: nn.Module) -> bool:
+    """Whether accelerate's hook does what it does in a model over several GPUs, and brings no weights from elsewhere."""
+    hook: Any = module._hf_hook
+    inner = module.__dict__.get("_old_forward")
+    own = getattr(inner, "__func__", None) is type(module).forward or is_ours(inner)
+    return own and all(
+        type(one).__module__ == "accelerate.hooks" and type(one).__name__ == "AlignDevicesHook"
+        and not one.offload and not one.io_same_device
+        for one in getattr(hook, "hooks", (hook,))
+    )  # fmt: skip
 
 
 def runs_hooks(module: nn.Module) -> bool:
@@ -62,7 +79,7 @@ def fusable(x: Tensor, modules: Sequence[nn.Module]) -> list[Projection] | None:
     projections = []
     for module in modules:
         projection = _projection(module, dtype, autocast, x.dtype, module.training)
-        if isinstance(projection, str):
+        if isinstance(projection, str) or module.weight.device != x.device:
             return None
         projections.append(projection)
     return projections if any(projection.a is not None for projection in projections) else None

@@ -127,6 +127,13 @@ def _linear_of(head: nn.Module) -> nn.Linear | None:
     return head if plain and isinstance(head, nn.Linear) else None
 
 
+def _head_device(model: Any) -> torch.device:
+    """Where lm_head is: in a model over several GPUs not always where the last layer is."""
+    linear = _linear_of(model.get_output_embeddings())
+    assert linear is not None
+    return linear.weight.device
+
+
 def _score(
     model: Any, hidden: Tensor, targets: Tensor, *, row_weight: Tensor | None = None, **options: Any
 ) -> LinearCrossEntropyOutput:
@@ -196,7 +203,7 @@ def _rows(
         layout = layout.on(hidden.device)
         return hidden.squeeze(0).index_select(0, layout.predictors), *layout.shifted_targets(labels.to(hidden.device))
     if shift_labels is not None:
-        return hidden.reshape(-1, hidden.shape[-1]), shift_labels.reshape(-1), None
+        return hidden.reshape(-1, hidden.shape[-1]), shift_labels.reshape(-1).to(hidden.device), None
     if boundaries is not None:
         boundaries = boundaries_on(boundaries, hidden.device)
     if boundaries is not None and boundaries.label_positions is not None and boundaries.targets is not None:
@@ -205,8 +212,8 @@ def _rows(
     if labels is None:
         raise ValueError("fused_lm_head=True needs labels, shift_labels, or boundaries with label positions")
     if boundaries is not None:  # a sample's first token is never a target, whatever the foreign collator left there
-        labels = labels.masked_fill(boundaries.position_ids == 0, -100)
-    return hidden[:, :-1].reshape(-1, hidden.shape[-1]), labels[:, 1:].reshape(-1), None
+        labels = labels.to(hidden.device).masked_fill(boundaries.position_ids == 0, -100)
+    return hidden[:, :-1].reshape(-1, hidden.shape[-1]), labels[:, 1:].reshape(-1).to(hidden.device), None
 
 
 def _spread(values: Tensor | None, positions: Tensor | None, shape: tuple[int, int]) -> Tensor:
@@ -290,7 +297,7 @@ def _trl_output(
     if obstacle is not None:
         raise ValueError(f"head and loss cannot be fused here ({obstacle}); train lm_head through modules_to_save")
     outputs, boundaries, layout = _run_backbone(model, args, kwargs, labels, shift_labels)
-    hidden = outputs.last_hidden_state
+    hidden = outputs.last_hidden_state.to(_head_device(model))
     rows, targets, positions = _rows(hidden, labels, shift_labels, boundaries, layout)
     scored = _score(model, rows, targets, statistics=True, label_smoothing=label_smoothing, temperature=temperature)
     batch, length = hidden.shape[:2] if layout is None else layout.real.shape
@@ -317,7 +324,7 @@ def _loss_output(
     **kwargs: Any,
 ) -> LossOutput:  # fmt: skip
     outputs, boundaries, layout = _run_backbone(model, args, kwargs, labels, shift_labels)
-    hidden = outputs.last_hidden_state
+    hidden = outputs.last_hidden_state.to(_head_device(model))
     rows, targets, _ = _rows(hidden, labels, shift_labels, boundaries, layout)
     weight = (1.0 / _denominator(targets != -100, num_items_in_batch)).expand(targets.shape)
     if boundaries is not None and boundaries.row_weight is not None:

@@ -6,6 +6,8 @@ from types import MethodType
 
 import pytest
 import torch
+from accelerate import dispatch_model
+from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel
 
@@ -243,6 +245,56 @@ def test_a_hook_that_fusing_would_skip_runs():
     model.train()
     model(IDS, labels=IDS).loss.backward()
     assert sorted(seen) == ["act", "head"]
+
+
+def dispatched(model, **options):
+    """The model behind accelerate's hooks, as over several GPUs."""
+    core = model.get_base_model()
+    layers = {f"model.layers.{index}": "cpu" for index in range(len(core.model.layers))}
+    rest = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu")
+    dispatch_model(core, {**rest, **layers}, force_hooks=True, **options)
+    return model
+
+
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_h_wrong_device_hooks_that_move_inputs_are_no_obstacle(patched_first):
+    """Of a model over several GPUs all is fused, and gives the same bits."""
+    alone_there = add_lora(tiny_model("llama")).train()
+    spread = copy.deepcopy(alone_there)
+    fused = fastlm.patch(alone_there).fused
+    if patched_first:
+        fastlm.patch(spread)
+    report = fastlm.patch(dispatched(spread))
+    assert report.stock == {} and report.fused == fused and fused["head"] == 1 and fused["lora"] > 0
+    (batch,) = LAYOUTS["flattened"](samples((9, 4)))
+    for model in (alone_there, spread):
+        model(**batch).loss.backward()
+    gradients = [
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None} for model in (alone_there, spread)
+    ]
+    assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) > 20
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+    output = spread(**batch)
+    assert torch.equal(output.loss, alone_there(**batch).loss) and output.logits.shape[-1] == spread.config.vocab_size
+    fastlm.unpatch(spread)
+    assert not is_patched(spread)
+
+
+def test_hooks_that_do_more_than_move_inputs_run():
+    model = add_lora(tiny_model("llama")).train()
+    layer = model.get_base_model().model.layers[0].mlp
+    for projection, hook in (
+        (layer.gate_proj, AlignDevicesHook("cpu")),
+        (layer.up_proj, AlignDevicesHook("cpu", io_same_device=True)),
+        (layer.down_proj, SequentialHook(AlignDevicesHook("cpu"), ModelHook())),
+    ):
+        add_hook_to_module(projection, hook)
+    layer.gate_proj._old_forward = layer.gate_proj.base_layer.forward  # not its own
+    stock = fastlm.patch(model).stock
+    assert set(stock.values()) == {"a hook on it would be skipped"} and len(stock) == 3
+    model = add_lora(tiny_model("llama"))
+    add_hook_to_module(model.get_base_model().lm_head, AlignDevicesHook("cpu", offload=True, weights_map={}))
+    assert "a hook on lm_head would be skipped" in fastlm.patch(model).stock.values()
 
 
 def test_hidden_states_and_attentions_are_captured():
