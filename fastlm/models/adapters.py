@@ -33,7 +33,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _only_places(module: nn.Module) -> bool:
-    """Whether accelerate's hook does what it does in a model over several GPUs, and brings no weights from elsewhere."""
+    """Whether accelerate's hook only does what it does in a model over several GPUs: brings no weights along."""
     hook: Any = module._hf_hook
     inner = module.__dict__.get("_old_forward")
     own = getattr(inner, "__func__", None) is type(module).forward or is_ours(inner)
