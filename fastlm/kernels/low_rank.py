@@ -94,20 +94,12 @@ def input_gradient(
     dys: Sequence[Tensor], weights: Sequence[Tensor | Dequantizable], dtype: torch.dtype, dlow: Tensor | None,
     stacked: Tensor | None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """dlow A + sum_i dy_i W_i, accumulated in one buffer; it is written into out if that is given.
-
-    The low-rank product first: the large ones read what they add to beside their work, where a product of rank r
-    after them would read and write all of it for itself.
-    """
-    begun = dlow is not None and stacked is not None
-    if begun:
-        out = torch.mm(dlow, stacked, out=out)  # type: ignore[arg-type]
-    for dy, weight in zip(dys, weights, strict=True):
+    """sum_i dy_i W_i + dlow A, accumulated in one buffer; it is written into out if that is given."""
+    for index, (dy, weight) in enumerate(zip(dys, weights, strict=True)):
         w = dense(weight, dtype)
-        out = torch.addmm(out, dy, w, out=out) if begun else torch.mm(dy, w, out=out)  # type: ignore[arg-type]
-        begun = True
+        out = torch.mm(dy, w, out=out) if index == 0 else torch.addmm(out, dy, w, out=out)  # type: ignore[arg-type]
     assert out is not None
-    return out
+    return out if dlow is None or stacked is None else torch.addmm(out, dlow, stacked, out=out)
 
 
 def low_gradient(
