@@ -58,7 +58,6 @@ _HOPPER = {  # and data-centre Blackwell: 227 KiB of shared memory
 # and 3.58. Samples of 240: forward 0.256 and 0.248, dQ 0.335 and 0.327.
 _HOPPER_BY_LENGTH = {
     4096: {128: (Blocks(128, 128, 8, 3, True), Blocks(128, 64, 8, 3, True), Blocks(64, 64, 4, 2, True))},
-    2048: {256: (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2, True), Blocks(32, 32, 4, 2, True))},
     1024: {
         64: (Blocks(64, 64, 4, 2, True), Blocks(64, 64, 4, 2, True), Blocks(64, 64, 4, 3, True)),
         128: (Blocks(64, 64, 4, 3, True), Blocks(64, 64, 4, 2, True), Blocks(64, 64, 4, 2, True)),
