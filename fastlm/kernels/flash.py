@@ -5,6 +5,9 @@ varlen does not take, gemma2's capped logits, gpt_oss's sinks, fp32, and where i
 sums are fp32; P and its gradient are rounded to the inputs' dtype for the products. No T x T tensor, no host sync,
 no atomics: two runs give the same bits.
 
+Full blocks that all rows of a tile see, or are seen by, take neither masks nor bounds: on Hopper, in long samples, they
+come through tensor descriptors in a loop of their own, which never reads past its sample.
+
 A launch has T // OWN + S tiles a head. Sample s owns those from cu_seqlens[s] // OWN + s on, never fewer than
 it needs, and a program finds its sample by a search in cu_seqlens. That leaves at most one idle tile a
 sample, where a grid of samples x max_length is mostly idle on ragged samples: 324 tiles of 64 against 1,088

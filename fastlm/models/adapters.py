@@ -29,19 +29,23 @@ def has_hooks(module: nn.Module) -> bool:
     if "_hf_hook" in module.__dict__:
         return runs_hooks(module) or not _only_places(module)
     own = module.__dict__.get("forward")
-    return runs_hooks(module) or (own is not None and not is_ours(own))
+    return runs_hooks(module) or (own is not None and not _is_plain_forward(module, own))
 
 
 def _only_places(module: nn.Module) -> bool:
     """Whether accelerate's hook only does what it does in a model over several GPUs: brings no weights along."""
     hook: Any = module._hf_hook
     inner = module.__dict__.get("_old_forward")
-    own = getattr(inner, "__func__", None) is type(module).forward or is_ours(inner)
-    return own and all(
+    return _is_plain_forward(module, inner) and not hook.no_grad and all(
         type(one).__module__ == "accelerate.hooks" and type(one).__name__ == "AlignDevicesHook"
         and not one.offload and not one.io_same_device
         for one in getattr(hook, "hooks", (hook,))
     )  # fmt: skip
+
+
+def _is_plain_forward(module: nn.Module, bound: Any) -> bool:
+    """Ours, or the class's own, which accelerate leaves on the instance when it takes a hook off."""
+    return is_ours(bound) or getattr(bound, "__func__", None) is type(module).forward
 
 
 def runs_hooks(module: nn.Module) -> bool:

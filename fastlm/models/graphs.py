@@ -5,7 +5,7 @@ graph is one launch. Forward and backward of the whole backbone, from the embedd
 a few sizes: tokens rounded up by an eighth at most, samples to a power of two. The tail is one more sample, of zeros,
 which nothing reads and whose gradient is zero; entries of cu_seqlens that are not used repeat its end. Boundaries are
 data on the device, so one graph serves all batches of its size. Products of other shapes round otherwise: losses are
-those without graphs to a tolerance, and to the bit where no token is added.
+those without graphs to a tolerance, and to the bit where neither tokens nor entries are added.
 
 What is captured holds for the addresses, adapters, hooks and modes of that moment. They are compared before every
 call, and a call that differs in anything runs as it would without graphs. All graphs share one pool of memory: one

@@ -333,16 +333,24 @@ def _loss_output(
     device_type = hidden.device.type
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     padded = None if layout is None else stay_padded(args, kwargs)
-    logits: Any = functools.partial(_logits, model, hidden, padded, autocast)
+    logits: Any = functools.partial(_logits, model, hidden, padded, autocast, _device_asked(model))
     names = {field.name for field in fields(LossOutput)}  # 5.24 says cache where 5.17 says past_key_values
     return LossOutput(loss=loss, logits=logits, **{name: value for name, value in outputs.items() if name in names})
 
 
-def _logits(model: Any, hidden: Tensor, padded: tuple[Any, Any] | None, autocast: torch.dtype | None) -> Tensor:
+def _device_asked(model: Any) -> torch.device | None:
+    """Where accelerate's hook puts what this call returns, which the logits that come later have to follow."""
+    return getattr(model.__dict__.get("_hf_hook"), "input_device", None)
+
+
+def _logits(
+    model: Any, hidden: Tensor, padded: tuple[Any, Any] | None, autocast: torch.dtype | None,
+    device: torch.device | None,
+) -> Tensor:  # fmt: skip
     """As they would have been in the forward, which may have run under autocast; at padding too."""
     with torch.autocast(hidden.device.type, autocast, enabled=autocast is not None):
         if padded is not None:  # hidden has the real tokens only: a second forward, of the padded call
-            return type(model).forward(model, *padded[0], **padded[1]).logits
-        logits = model.get_output_embeddings()(hidden)
+            return type(model).forward(model, *padded[0], **padded[1]).logits.to(device or hidden.device)
+        logits = model.get_output_embeddings()(hidden).to(device or hidden.device)
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap

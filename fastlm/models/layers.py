@@ -61,6 +61,7 @@ class LayerPatch:
 
     kind: "norm", "mlp", "attention", "layer" or "head". form: how the stock code is written (forms.py).
     previous: the instance's own forward that ours replaced, put back by unpatch; None where there was none.
+    above_hook: whether that one lay over accelerate's hook, inside of which ours is.
     recomputing: whether a decoder layer runs for its graph alone, in backward (checkpointing.py).
     products: bytes of an MLP's gate and up products in its last call, where its own backward can make them again.
     products_kept: whether they wait for backward instead.
@@ -76,6 +77,7 @@ class LayerPatch:
     switch: Switch
     backend: str | None = None
     previous: Any = field(default=None, repr=False)
+    above_hook: bool = field(default=False, repr=False)
     recomputing: bool = field(default=False, repr=False)
     norms_kept: bool = field(default=True, repr=False)
     kept: int | None = field(default=None, repr=False)
@@ -118,11 +120,15 @@ def _norm_options(norm: Any, form: NormForm) -> dict[str, Any]:
     return {"eps": epsilon, "offset": form.offset, "cast_before_scale": form.cast_before_scale}
 
 
-def _open_norms(*norms: Any) -> list[dict[str, Any]] | None:
-    """The options of norms that may be computed as part of something larger; None if one is not ours or has hooks."""
+def _open_norms(x: Tensor, *norms: Any) -> list[dict[str, Any]] | None:
+    """The options of norms that may be computed as part of something larger; None if one is not ours, has hooks or is
+    not where x is.
+    """
     patches = [layer_patch(norm) for norm in norms]
     options = [
-        _norm_options(n, p.form) for n, p in zip(norms, patches, strict=True) if p is not None and not has_hooks(n)
+        _norm_options(n, p.form)
+        for n, p in zip(norms, patches, strict=True)
+        if p is not None and not has_hooks(n) and n.weight.device == x.device
     ]
     return options if len(options) == len(norms) and not global_hooks() else None
 
@@ -135,7 +141,7 @@ def _layer_forward(
     form: LayerForm | None = None if patch is None else patch.form
     after_attention = self.post_attention_layernorm
     norms = [after_attention, self.post_feedforward_layernorm] if form and form.norm_out else [after_attention]
-    options = _open_norms(*norms)
+    options = _open_norms(hidden_states, *norms)
     if form is None or options is None or args:
         return type(self).forward(self, hidden_states, *args, **kwargs)
     if not CALL_CHECKPOINTS and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
@@ -151,7 +157,7 @@ def _layer_body(
     """The layer's output; of a run for its graph alone the two summands, where nobody would read the sum."""
     residual = normed = hidden_states
     after_attention, before = self.post_attention_layernorm, None
-    if form.norm_in and (before := _open_norms(self.input_layernorm)):
+    if form.norm_in and (before := _open_norms(hidden_states, self.input_layernorm)):
         normed, residual = rms_norm_beside(hidden_states, self.input_layernorm.weight, **before[0])
     elif form.norm_in:
         normed = self.input_layernorm(hidden_states)
@@ -160,7 +166,8 @@ def _layer_body(
     if form.norm_out:  # a norm reads the MLP's output, so that is needed in any case
         residual = normed = rms_norm_add(attended, residual, after_attention.weight, **options[0])
         if form.norm_in:
-            normed, before = self.pre_feedforward_layernorm(residual), _open_norms(self.pre_feedforward_layernorm)
+            before_mlp = self.pre_feedforward_layernorm
+            normed, before = before_mlp(residual), _open_norms(residual, before_mlp)
         with _reading(self, normed, residual, self.pre_feedforward_layernorm, before) if before else nullcontext():
             out = self.mlp(normed)
         return rms_norm_add(out, residual, self.post_feedforward_layernorm.weight, **options[1])
@@ -234,7 +241,7 @@ def _attention_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: A
     form: AttentionForm = patch.form
     cos, sin = kwargs.pop("position_embeddings")
     query, key, value, rotated = _project(self, form, hidden_states, cos, sin)
-    norms = _open_norms(self.q_norm, self.k_norm) if form.head_norm else None
+    norms = _open_norms(query, self.q_norm, self.k_norm) if form.head_norm else None
     if norms is not None and norms[0] == norms[1]:
         query, key = norm_rope(query, key, self.q_norm.weight, self.k_norm.weight, cos, sin, **norms[0])
     else:

@@ -120,10 +120,14 @@ def unpatch(model: nn.Module) -> None:
         restore(module)
         slot = _slot(module)
         if is_ours(module.__dict__.get(slot)):
-            if layer.previous is not None:
+            if layer.previous is not None and not layer.above_hook:
                 module.__dict__[slot] = layer.previous
-            else:
+            elif slot == "forward":
                 del module.__dict__[slot]
+            else:  # accelerate's hook calls it
+                module.__dict__[slot] = MethodType(type(module).forward, module)
+            if layer.above_hook:
+                module.__dict__["forward"] = layer.previous
     backbone = core.base_model
     LayerGraphs.unbind(backbone)
     for key, hook in list(backbone._forward_pre_hooks.items()):
@@ -196,8 +200,13 @@ def rebind_head(model: nn.Module) -> None:
     layer: LayerPatch | None = core.__dict__.get("_fastlm")
     if layer is None or layer.kind != "head":
         return
-    slot = _slot(core)
-    if not is_ours(core.__dict__.get(slot)):
+    slot, outer = _slot(core), core.__dict__.get("forward")
+    if slot != "forward" and hasattr(outer, "__func__") and is_ours(core.__dict__.get(slot)):
+        from accelerate.hooks import add_hook_to_module
+
+        layer.previous, layer.above_hook = outer, True  # it has accelerate's hook inside: that goes outermost again
+        add_hook_to_module(core, core._hf_hook)
+    elif not is_ours(core.__dict__.get(slot)):
         layer.previous = core.__dict__.get(slot)
         core.__dict__[slot] = MethodType(head_forward_for(stock_class(core)), core)
 
@@ -281,7 +290,8 @@ def _bind(module: Any, kind: str, form: Any, switch: Switch, backends: dict[str,
         if reason is not None:
             return reason
     if ours:
-        layer.previous = module.__dict__["_fastlm"].previous
+        before: LayerPatch = module.__dict__["_fastlm"]
+        layer.previous, layer.above_hook = before.previous, before.above_hook
     elif existing is not None:
         layer.previous = existing
     function = head_forward_for(stock_class(module)) if kind == "head" else forward_for(kind, stock_class(module))

@@ -1,17 +1,28 @@
 """Binding, reporting and undoing: what patching changes, and that nothing else changes."""
 
 import copy
+import functools
 import pickle
+import unittest.mock
 from types import MethodType
 
 import pytest
 import torch
 from accelerate import dispatch_model
-from accelerate.hooks import AlignDevicesHook, ModelHook, SequentialHook, add_hook_to_module
+from accelerate.hooks import (
+    AlignDevicesHook,
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+    remove_hook_from_submodules,
+)
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel
+from trl.trainer.utils import add_fused_lm_head
 
 import fastlm
+from fastlm.models.head import _trl_forward
+from fastlm.models.layers import _open_norms
 from fastlm.models.patch import is_patched, padding_free_obstacle, rebind_head
 from tests.models.batches import LAYOUTS, alone, loss_and_gradients, samples, target_count
 from tests.tiny import FAMILIES, add_lora, relative_error, tiny_config, tiny_model
@@ -277,21 +288,57 @@ def test_h_wrong_device_hooks_that_move_inputs_are_no_obstacle(patched_first):
     output = spread(**batch)
     assert torch.equal(output.loss, alone_there(**batch).loss) and output.logits.shape[-1] == spread.config.vocab_size
     fastlm.unpatch(spread)
-    assert not is_patched(spread)
+    fastlm.unpatch(alone_there)
+    padded = {"input_ids": IDS, "labels": IDS}
+    assert not is_patched(spread) and torch.equal(spread(**padded).loss, alone_there(**padded).loss)
+    remove_hook_from_submodules(spread.get_base_model())
+    assert fastlm.patch(spread).stock == {}
+
+
+def test_trl_s_head_over_accelerate_s_hook():
+    """Ours answers inside the hook, which puts its outputs where the batch was; unpatching gives TRL's back."""
+    model = add_lora(tiny_model("llama")).train()
+    core = model.get_base_model()
+    fastlm.patch(dispatched(model))
+    add_fused_lm_head(core, outputs=("log_probs", "entropy", "is_top1"))
+    rebind_head(model)
+    fastlm.patch(model)
+    assert _trl_forward(core) is not None and isinstance(core.forward, functools.partial)  # the hook is outermost
+    padded = {"input_ids": IDS, "labels": IDS}
+    ours = model(**padded, fused_lm_head=True)
+    assert ours.entropy.grad_fn.name().startswith("_WithoutGradient")
+    smoothed = model(**padded, fused_lm_head=True, label_smoothing=0.1).loss
+    fastlm.unpatch(model)
+    torch.testing.assert_close(model(**padded, fused_lm_head=True).loss, ours.loss)
+    torch.testing.assert_close(model(**padded).loss, ours.loss)
+    assert abs(smoothed - ours.loss) > 1e-4
+
+
+def test_h_wrong_device_late_logits_and_a_norm_elsewhere():
+    model = tiny_model("llama").train()
+    fastlm.patch(model)
+    dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    fastlm.patch(model)
+    with unittest.mock.patch("accelerate.hooks.find_device", lambda _: torch.device("meta")):  # where the batch was
+        assert model(input_ids=IDS, labels=IDS).logits.device.type == "meta"
+    norm = model.model.layers[0].input_layernorm
+    assert _open_norms(norm.weight, norm) is not None and _open_norms(norm.weight.to("meta"), norm) is None
 
 
 def test_hooks_that_do_more_than_move_inputs_run():
     model = add_lora(tiny_model("llama")).train()
-    layer = model.get_base_model().model.layers[0].mlp
+    layer, attention = model.get_base_model().model.layers[0].mlp, model.get_base_model().model.layers[0].self_attn
     for projection, hook in (
         (layer.gate_proj, AlignDevicesHook("cpu")),
         (layer.up_proj, AlignDevicesHook("cpu", io_same_device=True)),
         (layer.down_proj, SequentialHook(AlignDevicesHook("cpu"), ModelHook())),
+        (attention.q_proj, AlignDevicesHook("cpu")),
     ):
         add_hook_to_module(projection, hook)
+    attention.q_proj._hf_hook.no_grad = True
     layer.gate_proj._old_forward = layer.gate_proj.base_layer.forward  # not its own
     stock = fastlm.patch(model).stock
-    assert set(stock.values()) == {"a hook on it would be skipped"} and len(stock) == 3
+    assert set(stock.values()) == {"a hook on it would be skipped"} and len(stock) == 4
     model = add_lora(tiny_model("llama"))
     add_hook_to_module(model.get_base_model().lm_head, AlignDevicesHook("cpu", offload=True, weights_map={}))
     assert "a hook on lm_head would be skipped" in fastlm.patch(model).stock.values()
