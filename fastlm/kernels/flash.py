@@ -26,6 +26,7 @@ from .flash_tiles import (
     described_rows,
     hides_some,
     keys_of,
+    left_over,
     load_rows,
     logits_of,
     queries_of,
@@ -99,9 +100,7 @@ def _forward_kernel(
         end -= high - low
     # one loop, pipelined whole, that masks where a block needs it: 0.70 ms, 0.76 masking always (8 samples of 2,048)
     for index in range(begin, end, STEP):
-        block = index
-        if DESCRIBED:  # the others: below low, and from high on
-            block += tl.where(index < low, 0, high - low)
+        block = left_over(index, low, high, DESCRIBED)
         key = block + tl.arange(0, STEP)
         k = load_rows(k_pointer, key, k_stride, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
         v = load_rows(v_pointer, key, v_stride, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
@@ -173,9 +172,7 @@ def _dq_kernel(
             )  # fmt: skip
         end -= high - low
     for index in range(begin, end, STEP):
-        block = index
-        if DESCRIBED:  # the others: below low, and from high on
-            block += tl.where(index < low, 0, high - low)
+        block = left_over(index, low, high, DESCRIBED)
         key = block + tl.arange(0, STEP)
         k = load_rows(k_pointer, key, k_stride, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
         v = load_rows(v_pointer, key, v_stride, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)
@@ -245,9 +242,7 @@ def _dkv_kernel(
     count = (end - begin + STEP - 1) // STEP
     for step in range(HEADS * count):
         head = first_head + step // count
-        block = begin + step % count * STEP
-        if DESCRIBED:
-            block += tl.where(block < low, 0, high - low)
+        block = left_over(begin + step % count * STEP, low, high, DESCRIBED)
         query = block + tl.arange(0, STEP)
         q_head = q_pointer + start * q_stride + head * q_head_stride
         q = load_rows(q_head, query, q_stride, length, HEAD_DIM, BLOCK_D, LONG_INDEXING)

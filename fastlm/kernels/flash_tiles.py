@@ -3,7 +3,8 @@
 from .launch import tl, triton
 
 __all__ = [
-    "described_rows", "hides_some", "keys_of", "load_rows", "logits_of", "queries_of", "row_address", "sees", "tile_of",
+    "described_rows", "hides_some", "keys_of", "left_over", "load_rows", "logits_of", "queries_of", "row_address",
+    "sees", "tile_of",
 ]  # fmt: skip
 
 
@@ -93,6 +94,14 @@ def queries_of(first, length, window, OWN: tl.constexpr, STEP: tl.constexpr, HAS
         high = tl.minimum((first + window) // STEP * STEP, high)
     low = tl.minimum((first + OWN + STEP - 2) // STEP * STEP, (end + STEP - 1) // STEP * STEP)
     return first // STEP * STEP, end, low, tl.maximum(low, high)
+
+
+@triton.jit
+def left_over(block, low, high, DESCRIBED: tl.constexpr):
+    """The block that a loop over those below low and from high on means, counting as if none lay between them."""
+    if DESCRIBED:
+        block += tl.where(block < low, 0, high - low)
+    return block
 
 
 @triton.jit

@@ -17,7 +17,8 @@ from ..kernels.lora import Projection
 from ..kernels.nf4 import NF4Weight
 
 __all__ = [
-    "adapter_obstacle", "adapter_ranks", "fusable", "global_hooks", "has_hooks", "is_adapted", "is_ours", "runs_hooks",
+    "adapter_obstacle", "adapter_ranks", "fusable", "global_hooks", "has_hooks", "is_adapted", "is_class_forward",
+    "is_ours", "runs_hooks",
 ]  # fmt: skip
 
 
@@ -44,8 +45,12 @@ def _only_places(module: nn.Module) -> bool:
 
 
 def _is_plain_forward(module: nn.Module, bound: Any) -> bool:
-    """Ours, or the class's own, which accelerate leaves on the instance when it takes a hook off."""
-    return is_ours(bound) or getattr(bound, "__func__", None) is type(module).forward
+    return is_ours(bound) or is_class_forward(module, bound)
+
+
+def is_class_forward(module: nn.Module, bound: Any) -> bool:
+    """Whether a forward found on an instance is its class's: unpickling and accelerate, taking a hook off, leave it."""
+    return getattr(bound, "__func__", None) is type(module).forward
 
 
 def runs_hooks(module: nn.Module) -> bool:

@@ -127,19 +127,18 @@ def _linear_of(head: nn.Module) -> nn.Linear | None:
     return head if plain and isinstance(head, nn.Linear) else None
 
 
-def _head_device(model: Any) -> torch.device:
-    """Where lm_head is: in a model over several GPUs not always where the last layer is."""
+def _lm_head(model: Any) -> nn.Linear:
+    """The Linear of a model whose head has no obstacle; over several GPUs it is not always where the last layer is."""
     linear = _linear_of(model.get_output_embeddings())
     assert linear is not None
-    return linear.weight.device
+    return linear
 
 
 def _score(
     model: Any, hidden: Tensor, targets: Tensor, *, row_weight: Tensor | None = None, **options: Any
 ) -> LinearCrossEntropyOutput:
     """hidden [N, H] and targets [N] through the model's own head, its softcap included."""
-    linear = _linear_of(model.get_output_embeddings())
-    assert linear is not None
+    linear = _lm_head(model)
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return linear_cross_entropy(
         hidden, linear.weight, targets, bias=linear.bias, softcap=softcap, row_weight=row_weight, **options
@@ -267,8 +266,7 @@ def _asked_of(trl_forward: Any) -> dict[str, Any]:
 
 def _mean_logits(model: Any, rows: Tensor, targets: Tensor, temperature: float) -> Tensor:
     """[N] fp32, without the logits: the mean over the vocabulary goes through the product."""
-    linear = _linear_of(model.get_output_embeddings())
-    assert linear is not None
+    linear = _lm_head(model)
     with torch.no_grad(), torch.autocast(rows.device.type, enabled=False):
         mean = rows.float() @ linear.weight.mean(0, dtype=torch.float32)
         if linear.bias is not None:
@@ -297,7 +295,7 @@ def _trl_output(
     if obstacle is not None:
         raise ValueError(f"head and loss cannot be fused here ({obstacle}); train lm_head through modules_to_save")
     outputs, boundaries, layout = _run_backbone(model, args, kwargs, labels, shift_labels)
-    hidden = outputs.last_hidden_state.to(_head_device(model))
+    hidden = outputs.last_hidden_state.to(_lm_head(model).weight.device)
     rows, targets, positions = _rows(hidden, labels, shift_labels, boundaries, layout)
     scored = _score(model, rows, targets, statistics=True, label_smoothing=label_smoothing, temperature=temperature)
     batch, length = hidden.shape[:2] if layout is None else layout.real.shape
@@ -324,7 +322,7 @@ def _loss_output(
     **kwargs: Any,
 ) -> LossOutput:  # fmt: skip
     outputs, boundaries, layout = _run_backbone(model, args, kwargs, labels, shift_labels)
-    hidden = outputs.last_hidden_state.to(_head_device(model))
+    hidden = outputs.last_hidden_state.to(_lm_head(model).weight.device)
     rows, targets, _ = _rows(hidden, labels, shift_labels, boundaries, layout)
     weight = (1.0 / _denominator(targets != -100, num_items_in_batch)).expand(targets.shape)
     if boundaries is not None and boundaries.row_weight is not None:
@@ -333,24 +331,20 @@ def _loss_output(
     device_type = hidden.device.type
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     padded = None if layout is None else stay_padded(args, kwargs)
-    logits: Any = functools.partial(_logits, model, hidden, padded, autocast, _device_asked(model))
+    # where accelerate's hook puts what this call returns: the logits that come later follow
+    device = getattr(model.__dict__.get("_hf_hook"), "input_device", None) or hidden.device
+    logits: Any = functools.partial(_logits, model, hidden, padded, autocast, device)
     names = {field.name for field in fields(LossOutput)}  # 5.24 says cache where 5.17 says past_key_values
     return LossOutput(loss=loss, logits=logits, **{name: value for name, value in outputs.items() if name in names})
 
 
-def _device_asked(model: Any) -> torch.device | None:
-    """Where accelerate's hook puts what this call returns, which the logits that come later have to follow."""
-    return getattr(model.__dict__.get("_hf_hook"), "input_device", None)
-
-
 def _logits(
-    model: Any, hidden: Tensor, padded: tuple[Any, Any] | None, autocast: torch.dtype | None,
-    device: torch.device | None,
+    model: Any, hidden: Tensor, padded: tuple[Any, Any] | None, autocast: torch.dtype | None, device: torch.device
 ) -> Tensor:  # fmt: skip
     """As they would have been in the forward, which may have run under autocast; at padding too."""
     with torch.autocast(hidden.device.type, autocast, enabled=autocast is not None):
         if padded is not None:  # hidden has the real tokens only: a second forward, of the padded call
-            return type(model).forward(model, *padded[0], **padded[1]).logits.to(device or hidden.device)
-        logits = model.get_output_embeddings()(hidden).to(device or hidden.device)
+            return type(model).forward(model, *padded[0], **padded[1]).logits.to(device)
+        logits = model.get_output_embeddings()(hidden).to(device)
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..kernels.attention import choose_backend
 from . import forms
-from .adapters import adapter_obstacle, is_adapted, is_ours
+from .adapters import adapter_obstacle, is_adapted, is_class_forward, is_ours
 from .backbone import ModelPatch, boundary_obstacle, prepare_backbone, restore_rows, stock_class
 from .checkpointing import restore
 from .fingerprint import fingerprint
@@ -268,8 +268,8 @@ def _bind(module: Any, kind: str, form: Any, switch: Switch, backends: dict[str,
     """Bind our forward on the instance, or return why not. Instance facts that the kernels do not cover stay stock."""
     slot = _slot(module)
     existing = module.__dict__.get(slot)
-    if existing is not None and getattr(existing, "__func__", None) is type(module).forward:
-        existing = None  # what unpickling a patched model leaves
+    if is_class_forward(module, existing):
+        existing = None
     ours = is_ours(existing)
     if existing is not None and not ours and kind != "head":
         return "its forward was already replaced by something else"

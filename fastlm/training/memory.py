@@ -28,7 +28,7 @@ from ..models.patch import decoder_layers, offloads, patched_core
 from ..packing.dataset import EVEN_AT, lengths_of
 from .costs import in_words, ladder, left_out, overall, per_layer, spared
 from .room import check_batch, free_bytes, tokens_of
-from .step import State, state_of
+from .step import State, one_process, state_of
 
 __all__ = ["MARGIN", "RESERVE", "Activations", "begin", "kept_bytes", "largest_batch", "training_step"]
 
@@ -137,11 +137,6 @@ def _layers(trainer: Any) -> list[Any]:
     return layers if all(hasattr(layer, "gradient_checkpointing") for layer in layers) else []
 
 
-def _alone(trainer: Any) -> bool:
-    """Whether this process can do a step again by itself: not with others, nor where DeepSpeed holds gradients."""
-    return bool(trainer.accelerator.distributed_type == "NO")
-
-
 def _offload(trainer: Any) -> Offload:
     core: Any = patched_core(trainer.model)
     return core._fastlm_model.offload
@@ -156,7 +151,7 @@ def _can_be_done_again(trainer: Any, layers: list[Any], activations: Activations
 
     Where a layer keeps more than its input there is room for them. Else they must not take what offloading would free.
     """
-    if not _alone(trainer) or activations.policy == _last_policy(layers):
+    if not one_process(trainer) or activations.policy == _last_policy(layers):
         return False
     if activations.policy in _KEEPING:
         return True
@@ -219,7 +214,7 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
     gauge, needed = _gauge(trainer), list[int]()
     if gauge is not None and all(kept):
         longer = largest_batch(trainer, state, activations.tokens) / activations.tokens
-        longer = max(1.0, min(longer, _LONGER) if _alone(trainer) else longer)
+        longer = max(1.0, min(longer, _LONGER) if one_process(trainer) else longer)
         accumulates = trainer.args.gradient_accumulation_steps > 1
         aside = sum(parameter.nbytes for parameter in activations.trained) if accumulates else 0  # during a micro-step
         steps = _worst_moments(levels[1:], kept, norms, products, activations.peak - activations.before)

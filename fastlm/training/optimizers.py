@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ..models.patch import unwrap_peft
-from .step import state_of
+from .step import one_process, state_of
 
 __all__ = ["create_optimizer", "set_embedding_rate", "shorten_walks", "train", "without_stops"]
 
@@ -45,7 +45,7 @@ def create_optimizer(original: Callable[..., Any], trainer: Any, *args: Any, **k
         raise ValueError("embedding_learning_rate needs the trainer's own optimizer: set the rate in yours instead")
     if not trainer.is_fsdp_enabled and not trainer.is_deepspeed_enabled:
         without_stops(optimizer)
-        if trainer.is_in_train and trainer.accelerator.distributed_type == "NO":
+        if trainer.is_in_train and one_process(trainer):
             shorten_walks(trainer.model)
     return optimizer
 

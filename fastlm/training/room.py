@@ -11,7 +11,7 @@ from ..models.adapters import adapter_ranks
 from ..models.patch import decoder_layers, offloads, patched_core
 from ..models.twin import twin_of
 from .costs import StepCosts, step_costs
-from .step import State, state_of
+from .step import State, one_process, state_of
 
 __all__ = ["check_batch", "free_bytes", "refusal", "tokens_of"]
 
@@ -54,7 +54,7 @@ def _counted(trainer: Any, devices: set[torch.device]) -> bool:
     core: Any = patched_core(trainer.model)
     if core is None or len(devices) > 1 or next(iter(devices)).type != "cuda" or args.n_gpu > 1:
         return False
-    if trainer.accelerator.distributed_type != "NO" or args.auto_find_batch_size:  # which looks for one that fits
+    if not one_process(trainer) or args.auto_find_batch_size:  # which looks for one that fits
         return False
     in_two_dtypes = core.dtype.itemsize == 4 and (args.bf16 or args.fp16)
     if in_two_dtypes or getattr(args, "activation_offloading", False):

@@ -21,7 +21,7 @@ from ..packing.dataset import lengths_of
 from . import memory, optimizers
 from .report import PEAK_TFLOPS, count_operations, gpu_of
 from .room import free_bytes
-from .step import State, state_of
+from .step import State, one_process, state_of
 
 __all__ = ["train", "training_step"]
 
@@ -66,7 +66,7 @@ def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> LayerGraphs |
     boundaries = inputs.get("boundaries")
     if core is None or boundaries is None or not getattr(core, "_fastlm_cuda_graphs", True):
         return None
-    if trainer.accelerator.distributed_type != "NO" or core._fastlm_model.limits:
+    if not one_process(trainer) or core._fastlm_model.limits:
         return None
     if any(policy_of(layer, False) != "keep" for layer in decoder_layers(core)):
         return None

@@ -28,6 +28,7 @@ __all__ = [
     "drain_metrics",
     "evaluation_loop",
     "floating_point_ops",
+    "one_process",
     "state_of",
 ]
 
@@ -246,6 +247,11 @@ def evaluation_loop(original: Callable[..., Any], trainer: Any, *args: Any, **kw
     if count and name in output.metrics:
         output.metrics[name] = loss / count
     return output
+
+
+def one_process(trainer: Any) -> bool:
+    """Whether the run has this process alone: no ranks beside it, and no DeepSpeed, which holds gradients."""
+    return bool(trainer.accelerator.distributed_type == "NO")
 
 
 def _is_replaced(trainer: Any, name: str) -> bool:

@@ -138,9 +138,9 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[Callable[[], None]]:
         for size in (64, 128, 256):
             yield lambda size=size: attend(size, {}, False)
             yield lambda size=size: attend(size, {"softcap": 50.0, "window": 16}, True)
-            for tokens in (1024, 4096):  # whose blocks are others
+        for tokens in (1024, 4096):  # whose blocks are others
+            for size in (64, 128, 256):
                 yield lambda size=size, tokens=tokens: attend(size, {}, False, tokens)
-        for tokens in (1024, 4096):
             yield lambda tokens=tokens: attend(128, {"softcap": 50.0, "window": 16}, True, tokens)
 
 
