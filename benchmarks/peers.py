@@ -44,9 +44,11 @@ def liger_glu_packed(gate_up: Tensor, activation: str) -> Tensor:
     return liger_glu(gate, up, activation)
 
 
-def liger_head(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None) -> Tensor:
-    """The mean loss [] of the head's rows."""
+def liger_head(
+    hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None, reduction: str = "mean"
+) -> Tensor:
+    """The mean loss [] of the head's rows, or with "none" each row's [N], whose weights are known in backward only."""
     loss = _liger("LigerFusedLinearCrossEntropyFunction").apply(
-        hidden, weight, targets, None, None, -100, 0.0, 0.0, "mean", softcap
+        hidden, weight, targets, None, None, -100, 0.0, 0.0, reduction, softcap
     )
     return loss[0]

@@ -60,14 +60,18 @@ class _Head:
         leaves = [leaf for leaf in (self.hidden, self.weight) if leaf.requires_grad]
         return torch.autograd.grad(loss, leaves)
 
-    def early(self) -> Any:
+    def early(self, statistics: bool = False) -> Any:
         """Row weights given: a trainable head's gradient is formed in forward."""
         rows = self.hidden.shape[0]
         row_weight = torch.full((rows,), 1 / rows, device=DEVICE)
         output = linear_cross_entropy(
-            self.hidden, self.weight, self.targets, softcap=self.softcap, row_weight=row_weight
+            self.hidden, self.weight, self.targets, softcap=self.softcap, row_weight=row_weight, statistics=statistics
         )
         return self._gradients(output.loss)
+
+    def counted(self) -> Any:
+        """As SFTTrainer asks: entropy and top-1 too."""
+        return self.early(statistics=True)
 
     def late(self) -> Any:
         """A loss per row: what each counts is known in backward only."""
@@ -82,6 +86,10 @@ class _Head:
 
     def liger(self) -> Any:
         return self._gradients(liger_head(self.hidden, self.weight, self.targets, self.softcap))
+
+    def liger_late(self) -> Any:
+        """A loss per row from Liger too."""
+        return self._gradients(liger_head(self.hidden, self.weight, self.targets, self.softcap, "none").mean())
 
     def products_ms(self, least: int) -> float:
         """The products alone, over one full [N, V] buffer: the median of so many calls."""
@@ -102,30 +110,34 @@ class _Head:
 
 
 def run(rows: int = ROWS, width: int = WIDTH, vocabulary: int = VOCABULARY) -> list[Timing]:
-    """Frozen and trainable heads with row weights, and both with the row gradients known only in backward."""
+    """Frozen and trainable heads with row weights, with statistics too, and with row gradients known in backward only."""
     timings: list[Timing] = []
     for trainable in (False, True):
         head = _Head.random(rows, width, vocabulary)
         head.weight.requires_grad_(trainable)
-        for name, function in (("row weights", head.early), ("per row", head.late)):
+        variants = (
+            ("row weights", head.early, head.liger), ("statistics", head.counted, head.liger),
+            ("per row", head.late, head.liger_late),
+        )  # fmt: skip
+        for name, function, liger in variants:
             case = f"{'trainable' if trainable else 'frozen'}, {name}"
-            timings.append(_one(case, head, function, rivals=True))
+            timings.append(_one(case, head, function, liger, rivals=True))
         del head
     for model, tokens in cases():
         head = _Head.random(tokens, model.hidden, model.vocabulary, model.softcap)
         compared = tokens <= LONGEST_COMPARED
-        timings.append(_one(model.name, head, head.early, rivals=compared))
+        timings.append(_one(model.name, head, head.early, head.liger, rivals=compared))
         del head
     return timings
 
 
-def _one(case: str, head: _Head, function: Callable[[], Any], *, rivals: bool) -> HeadTiming:
+def _one(case: str, head: _Head, function: Callable[[], Any], liger: Callable[[], Any], *, rivals: bool) -> HeadTiming:
     least = 9 if rivals else 3  # single calls are up to a fifth late
     products = 3 if head.weight.requires_grad else 2
     counted = products * head.weight.nbytes + 4 * head.hidden.nbytes
     base = measure(
         "linear_cross_entropy", case, head.hidden.shape[0], counted, function, head.stock if rivals else None,
-        liger=head.liger if rivals else None, module=module, least=least,
+        liger=liger if rivals else None, module=module, least=least,
     )  # fmt: skip
     floor = head.products_ms(least)  # next to ours, at the clock of the same moment
     return HeadTiming(
@@ -134,7 +146,7 @@ def _one(case: str, head: _Head, function: Callable[[], Any], *, rivals: bool) -
         times_products=base.ms / floor,
         peak_gib=peak_gib(function),
         torch_peak_gib=peak_gib(head.stock) if base.torch_ms is not None else None,
-        liger_peak_gib=peak_gib(head.liger) if base.liger_ms is not None else None,
+        liger_peak_gib=peak_gib(liger) if base.liger_ms is not None else None,
     )
 
 

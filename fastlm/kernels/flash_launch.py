@@ -55,9 +55,11 @@ _HOPPER = {  # and data-centre Blackwell: 227 KiB of shared memory
 # Hopper, by the mean length of a launch's samples from which on they are faster. H200, 16,384 tokens, 32 heads on 8, in
 # ms, with these and with those above. 128 wide: samples of 2,048 forward 0.626 and 0.708, dQ 0.814 and 0.859, dK and
 # dV 1.14 and 1.50; of 8,192 2.11 and 2.53, 2.58 and 2.99, 4.17 and 5.65. 64 wide: 1.30 and 1.36, 1.30 and 1.62, 2.71
-# and 3.58. Samples of 240: forward 0.256 and 0.248, dQ 0.335 and 0.327.
+# and 3.58. Samples of 240: forward 0.256 and 0.248, dQ 0.335 and 0.327. 256 wide, 16 heads on 8 with softcap, samples
+# of 8,192: forward 2.55 and 3.08, the rest 4% less.
 _HOPPER_BY_LENGTH = {
     4096: {128: (Blocks(128, 128, 8, 3, True), Blocks(128, 64, 8, 3, True), Blocks(64, 64, 4, 2, True))},
+    2048: {256: (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2, True), Blocks(32, 32, 4, 2, True))},
     1024: {
         64: (Blocks(64, 64, 4, 2, True), Blocks(64, 64, 4, 2, True), Blocks(64, 64, 4, 3, True)),
         128: (Blocks(64, 64, 4, 3, True), Blocks(64, 64, 4, 2, True), Blocks(64, 64, 4, 2, True)),

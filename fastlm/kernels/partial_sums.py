@@ -3,22 +3,28 @@
 import torch
 from torch import Tensor
 
-from .launch import device_guard, next_power_of_2, tl, triton
+from .launch import device_guard, long_indexing, next_power_of_2, tl, triton
 
 __all__ = ["sum_partials"]
 
 
 @triton.jit(do_not_specialize=["count"])
 def _sum_partials_kernel(
-    partial_pointer, out_pointer, count, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    column_mask = column < WIDTH
+    partial_pointer, out_pointer, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LONG_INDEXING: tl.constexpr
+):  # fmt: skip
+    # width is no constant: attention's grows with the tokens, and each would be compiled
+    program = tl.program_id(0)
+    if LONG_INDEXING:
+        program = program.to(tl.int64)
+    column = program * COLUMNS + tl.arange(0, COLUMNS)
+    column_mask = column < width
     total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for first in range(0, count, ROWS):
         row = first + tl.arange(0, ROWS)
+        if LONG_INDEXING:
+            row = row.to(tl.int64)
         mask = (row < count)[:, None] & column_mask[None, :]
-        total += tl.load(partial_pointer + row[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
+        total += tl.load(partial_pointer + row[:, None] * width + column[None, :], mask=mask, other=0.0)
     tl.store(out_pointer + column, tl.sum(total, axis=0).to(out_pointer.dtype.element_ty), mask=column_mask)
 
 
@@ -30,6 +36,6 @@ def sum_partials(partial: Tensor, dtype: torch.dtype) -> Tensor:
     columns = 4096 // rows  # 8 at least: whole 32-byte sectors; many programs, one or two loads each
     with device_guard(partial):
         _sum_partials_kernel[(triton.cdiv(width, columns),)](
-            partial, out, count, WIDTH=width, ROWS=rows, COLUMNS=columns, num_warps=8
+            partial, out, count, width, ROWS=rows, COLUMNS=columns, LONG_INDEXING=long_indexing(partial), num_warps=8
         )
     return out

@@ -49,7 +49,7 @@ class _Launch:
     block: int  # columns of a program: H padded to a power of two, a row never leaves its program
     rows: int  # rows of a program: short rows (query and key norms) share one
     warps: int
-    stages: int = 1  # of rows in flight: a program that loops loads the next ones while it works on one
+    stages: int = 0  # rows in flight in a program that loops, the next ones on their way; 0: it takes one turn
 
     @classmethod
     def of(cls, width: int, head_warps: int, *, twice: bool = False) -> "_Launch":
@@ -141,19 +141,21 @@ def _rms_norm_backward_kernel(
     WEIGHT_ROWS: tl.constexpr, OFFSET: tl.constexpr, CAST_BEFORE_SCALE: tl.constexpr, ADD: tl.constexpr,
     CENTRED: tl.constexpr, WEIGHT_GRADIENT: tl.constexpr, FLAT: tl.constexpr, LONG_INDEXING: tl.constexpr,
 ):  # fmt: skip
-    # program p takes row blocks p, p + program_count, ...: with xhat = x * rstd and g = dy * w,
+    # program p takes row blocks p, p + program_count, ... (STAGES 0: only p): with xhat = x * rstd and g = dy * w,
     # dx = rstd * (g - xhat * mean(g * xhat)) and dw = sum over rows of dy * xhat;
     # LayerNorm: xhat = (x - mean(x)) * rstd, and dx is less by rstd * mean(g)
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     column_mask = column < WIDTH
     lane = tl.arange(0, ROWS)
-    # program_count * ROWS is a multiple of WEIGHT_ROWS: a lane meets one row of the weight only
-    weight = _load_weight(weight_pointer, program * ROWS + lane, column, column_mask, WIDTH, WEIGHT_ROWS, OFFSET)
+    weight_row = program * ROWS + lane  # program_count * ROWS is a multiple of WEIGHT_ROWS: a lane meets one row only
+    if STAGES > 0:
+        weight = _load_weight(weight_pointer, weight_row, column, column_mask, WIDTH, WEIGHT_ROWS, OFFSET)
     weight_gradient = tl.zeros([ROWS, BLOCK], dtype=tl.float32)  # lanes are summed once, at the end
 
-    for block in tl.range(program, tl.cdiv(row_count, ROWS), program_count, num_stages=STAGES):
-        row = block * ROWS + lane
+    turns = tl.cdiv(tl.cdiv(row_count, ROWS) - program, program_count) if STAGES > 0 else 1
+    for turn in tl.range(0, turns, num_stages=STAGES):
+        row = (program + turn * program_count) * ROWS + lane
         if LONG_INDEXING:
             row = row.to(tl.int64)
         row_mask = row < row_count
@@ -164,6 +166,8 @@ def _rms_norm_backward_kernel(
         x_stored = tl.load(x_pointer + x_row[:, None] + column[None, :], mask=mask, other=0.0)
         dy = tl.load(dy_pointer + dy_row[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
         rstd = tl.load(statistics_pointer + row, mask=row_mask, other=0.0)
+        if STAGES == 0:  # after the rows, which it would keep waiting
+            weight = _load_weight(weight_pointer, weight_row, column, column_mask, WIDTH, WEIGHT_ROWS, OFFSET)
 
         normed = x_stored.to(tl.float32) * rstd[:, None]
         scaled = dy * weight
@@ -237,7 +241,7 @@ def rms_norm_bwd(
     launch, row_count, weight_rows = _Launch.of(width, 4), statistics.shape[1], weight.numel() // width
     partial = dx  # never written without WEIGHT_GRADIENT
     # without a weight's gradient too where it is faster: 0.204 ms, not 0.272, for 8,192 columns (H200)
-    loops = weight_gradient or width > 4096 or weight_rows > 1
+    loops = weight_gradient or width > 4096
     if loops:
         launch = _Launch.looping(width, max(x.element_size(), dy.element_size()))
     programs = triton.cdiv(row_count, launch.rows)

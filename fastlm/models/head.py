@@ -25,7 +25,7 @@ from .adapters import global_hooks, has_hooks
 from .layers import layer_patch
 from .padding import PaddedLayout, call_layout, flatten_call, stay_padded
 
-__all__ = ["LossOutput", "boundaries_from", "boundaries_on", "head_forward_for", "head_obstacle"]
+__all__ = ["LossOutput", "boundaries_from", "boundaries_on", "head_forward_for", "head_obstacle", "weighted_sum"]
 
 
 _TOLD = {"temperature", "cast_lm_head_to_fp32", "outputs"}  # arguments of TRL's add_fused_lm_head
@@ -274,10 +274,35 @@ def _mean_logits(model: Any, rows: Tensor, targets: Tensor, temperature: float) 
         return (mean / temperature).masked_fill(targets == -100, 0)
 
 
+def weighted_sum(per_token: Tensor, boundaries: SequenceBoundaries | None, weights: Tensor | None) -> Tensor:
+    """Sum of weight x per_token [B, T - 1]; weights [B, T] or in the boundaries, 1 without."""
+    if boundaries is not None and boundaries.row_weight is not None:
+        boundaries = boundaries_on(boundaries, per_token.device)
+        return (per_token[0].index_select(0, boundaries.label_positions) * boundaries.row_weight).sum()
+    return (per_token if weights is None else per_token * weights[:, 1:]).sum()
+
+
+def _row_weight(
+    targets: Tensor, boundaries: SequenceBoundaries | None, num_items_in_batch: Any,
+    token_weights: Tensor | None = None, positions: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """What each row's loss [N] is multiplied with to sum to the batch's; token_weights [B, T], positions of `_rows`."""
+    weight = (1.0 / _denominator(targets != -100, num_items_in_batch)).expand(targets.shape)
+    if boundaries is not None and boundaries.row_weight is not None:
+        return weight * boundaries.row_weight.to(targets.device, non_blocking=True)
+    if token_weights is None:
+        return weight
+    given = token_weights[:, 1:].reshape(-1).to(targets.device)
+    return weight * (given if positions is None else given.index_select(0, positions))
+
+
 def _trl_output(
     model: Any, *args: Any, labels: Tensor | None = None, shift_labels: Tensor | None = None,
-    num_items_in_batch: Any = None, label_smoothing: float = 0.0, **kwargs: Any,
+    num_items_in_batch: Any = None, label_smoothing: float = 0.0, mean_loss: bool = False,
+    token_weights: Tensor | None = None, **kwargs: Any,
 ) -> Any:  # fmt: skip
+    """What TRL's head answers. mean_loss: only the loss is differentiated (a trained head then takes three products,
+    not four), smoothed, and weighted by token_weights [B, T] or the boundaries'."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     trl_forward = _trl_forward(model)
@@ -288,19 +313,27 @@ def _trl_output(
     obstacle = head_obstacle(model)
     not_ours = not asked or obstacle or asked["cast_lm_head_to_fp32"] or not ours.issuperset(fields_asked)
     if trl_forward is not None and not_ours and not label_smoothing:
-        return trl_forward(
+        output = trl_forward(
             *args, labels=labels, shift_labels=shift_labels, num_items_in_batch=num_items_in_batch,
             fused_lm_head=True, **kwargs,
         )  # fmt: skip
+        if mean_loss:
+            total = weighted_sum(-output.log_probs, kwargs.get("boundaries"), token_weights)
+            output.loss = total / _denominator(output.label_mask, num_items_in_batch)
+        return output
     if obstacle is not None:
         raise ValueError(f"head and loss cannot be fused here ({obstacle}); train lm_head through modules_to_save")
     outputs, boundaries, layout = _run_backbone(model, args, kwargs, labels, shift_labels)
     hidden = outputs.last_hidden_state.to(_lm_head(model).weight.device)
     rows, targets, positions = _rows(hidden, labels, shift_labels, boundaries, layout)
-    scored = _score(model, rows, targets, statistics=True, label_smoothing=label_smoothing, temperature=temperature)
+    weight = _row_weight(targets, boundaries, num_items_in_batch, token_weights, positions) if mean_loss else None
+    scored = _score(
+        model, rows, targets, row_weight=weight, statistics=True, label_smoothing=label_smoothing,
+        temperature=temperature,
+    )  # fmt: skip
     batch, length = hidden.shape[:2] if layout is None else layout.real.shape
     shape = (batch, length if shift_labels is not None else length - 1)
-    log_probs = _spread(-scored.loss if label_smoothing else scored.log_probs, positions, shape)
+    log_probs = _spread(-scored.loss if label_smoothing and not mean_loss else scored.log_probs, positions, shape)
     entropy = _spread(scored.entropy, positions, shape)
     label_mask = _spread(targets != -100, positions, shape)
     denominator = _denominator(label_mask, num_items_in_batch)
@@ -308,7 +341,7 @@ def _trl_output(
     if "mean_logits" in fields_asked:
         extra["mean_logits"] = _spread(_mean_logits(model, rows, targets, temperature), positions, shape)
     return FusedCausalLMOutput(
-        loss=-log_probs.sum() / denominator,
+        loss=scored.loss if mean_loss else -log_probs.sum() / denominator,
         log_probs=log_probs,
         entropy=_WithoutGradient.apply(entropy, log_probs),
         is_top1=_spread(scored.is_top1, positions, shape),
@@ -324,10 +357,7 @@ def _loss_output(
     outputs, boundaries, layout = _run_backbone(model, args, kwargs, labels, shift_labels)
     hidden = outputs.last_hidden_state.to(_lm_head(model).weight.device)
     rows, targets, _ = _rows(hidden, labels, shift_labels, boundaries, layout)
-    weight = (1.0 / _denominator(targets != -100, num_items_in_batch)).expand(targets.shape)
-    if boundaries is not None and boundaries.row_weight is not None:
-        weight = weight * boundaries.row_weight.to(rows.device, non_blocking=True)
-    loss: Any = _score(model, rows, targets, row_weight=weight).loss
+    loss: Any = _score(model, rows, targets, row_weight=_row_weight(targets, boundaries, num_items_in_batch)).loss
     device_type = hidden.device.type
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     padded = None if layout is None else stay_padded(args, kwargs)

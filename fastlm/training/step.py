@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models.head import boundaries_on
+from ..models.head import weighted_sum
 from ..models.patch import is_patched
 from ..packing.boundaries import IGNORE_INDEX
 from .say import Voice
@@ -113,15 +113,23 @@ def compute_loss(
     inputs["use_cache"] = False
     if mode == "eval":
         _ignore_repeated_rows(trainer, inputs)
-    smoothing = {"label_smoothing": trainer.args.label_smoothing_factor} if smooths else {}
-    outputs = model(**inputs, fused_lm_head=True, **smoothing)
-    per_token_loss = -outputs.log_probs  # [B, T - 1], zero where there is no target
-    if trainer.args.loss_type == "dft":
-        per_token_loss = per_token_loss * outputs.log_probs.exp().detach()
+    options = {"label_smoothing": trainer.args.label_smoothing_factor} if smooths else {}
+    # a loss that weighs tokens by constants is the head's to form
+    formed = state.own_head and trainer.args.loss_type == "nll"
+    if formed:
+        options |= {"mean_loss": True, "num_items_in_batch": num_items_in_batch, "token_weights": weights}
+    outputs = model(**inputs, fused_lm_head=True, **options)
     count = outputs.label_mask.sum()
-    denominator = count if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
-    total = _weighted_sum(per_token_loss, inputs.get("boundaries"), weights)
-    loss = total / denominator.clamp(min=1)
+    denominator = (count if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)).clamp(min=1)
+    if formed:
+        loss = outputs.loss
+        total = loss.detach() * denominator
+    else:
+        per_token_loss = -outputs.log_probs  # [B, T - 1], zero where there is no target
+        if trainer.args.loss_type == "dft":
+            per_token_loss = per_token_loss * outputs.log_probs.exp().detach()
+        total = weighted_sum(per_token_loss, inputs.get("boundaries"), weights)
+        loss = total / denominator
     if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
         loss = loss * (trainer.accelerator.num_processes // trainer.get_tp_size())
     tokens = _token_count(inputs) if mode == "train" else 0
@@ -130,14 +138,6 @@ def compute_loss(
         with torch.no_grad():
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
     return (loss, outputs) if return_outputs else loss
-
-
-def _weighted_sum(per_token_loss: Tensor, boundaries: Any, weights: Tensor | None) -> Tensor:
-    """Sum of weight x loss; per_token_loss [B, T - 1], weights [B, T] or in the boundaries."""
-    if getattr(boundaries, "row_weight", None) is not None:
-        boundaries = boundaries_on(boundaries, per_token_loss.device)
-        return (per_token_loss[0].index_select(0, boundaries.label_positions) * boundaries.row_weight).sum()
-    return (per_token_loss if weights is None else per_token_loss * weights[:, 1:]).sum()
 
 
 def _ignore_repeated_rows(trainer: Any, inputs: dict[str, Any]) -> None:

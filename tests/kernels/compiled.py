@@ -1,8 +1,8 @@
-"""Compile every kernel for GPUs that are not there: ``python -m tests.kernels.compiled CAPABILITY``.
+"""Compile every kernel for GPUs that are not there: ``python -m tests.kernels.compiled CAPABILITY [TOKENS ...]``.
 
 Triton needs a GPU to launch a kernel, not to compile it. Public functions run on CPU tensors; each launch is
 compiled for the GPU named and not run, so what they return is arbitrary. One JSON line a kernel:
-``{"kernel", "shared", "warps"}``, shared memory in bytes.
+``{"kernel", "shared", "warps"}``, shared memory in bytes. With numbers of tokens: what a layer takes for each of them.
 """
 
 import json
@@ -144,14 +144,33 @@ def calls(dtype: torch.dtype, capability: int) -> Iterator[Callable[[], None]]:
             yield lambda tokens=tokens: attend(128, {"softcap": 50.0, "window": 16}, True, tokens)
 
 
-def main(capability: int) -> None:
+def layer(tokens: int) -> None:
+    """The kernels of a decoder layer of Qwen3-8B, trained in full."""
+
+    def tensor(*shape: int) -> Tensor:
+        return leaf(*shape, dtype=torch.bfloat16)
+
+    backward(*add_rms_norm(tensor(tokens, 4096), tensor(tokens, 4096), tensor(4096)))
+    tables = torch.zeros(1, tokens, 128, dtype=torch.bfloat16), torch.zeros(1, tokens, 128, dtype=torch.bfloat16)
+    heads = tensor(1, tokens, 32, 128), tensor(1, tokens, 8, 128)
+    backward(*norm_rope(*heads, tensor(128), tensor(128), *tables))
+    backward(*rope(*heads, *tables))
+    cu_seqlens = torch.tensor([0, 240, tokens], dtype=torch.int32)
+    q, k, v = (tensor(tokens, heads, 128) for heads in (32, 8, 8))
+    backward(flash_attention(q, k, v, cu_seqlens, FlashSettings(scale=0.1), None))
+    backward(glu(tensor(tokens, 12_288), tensor(tokens, 12_288), "silu"))
+
+
+def main(capability: int, *counts: int) -> None:
     compiled = record_launches(capability)
+    for tokens in counts:
+        layer(tokens)
     for dtype in (torch.float16,) if capability < 80 else (torch.bfloat16, torch.float32):
-        for call in calls(dtype, capability):
+        for call in () if counts else calls(dtype, capability):
             call()
     for facts in compiled.values():
         print(json.dumps(facts))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

@@ -6,6 +6,7 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,15 +23,27 @@ def kernel_names() -> set[str]:
     return {name for module in modules for name in vars(module) if name.endswith("_kernel")}
 
 
+def compile_for(capability: int, *tokens: int) -> list[dict[str, Any]]:
+    arguments = map(str, (capability, *tokens))
+    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.compiled", *arguments]
+    child = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr[-4000:]
+    return [json.loads(line) for line in child.stdout.splitlines()]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 @pytest.mark.parametrize("capability", SHARED)
 def test_kernels_compile(capability: int) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.kernels.compiled", str(capability)]
-    child = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr[-4000:]
-    compiled = [json.loads(line) for line in child.stdout.splitlines()]
+    compiled = compile_for(capability)
     attention = {"_forward_kernel", "_dq_kernel", "_dkv_kernel"} if capability < 80 else set()  # needs 8.0
     assert {facts["kernel"] for facts in compiled} == kernel_names() - attention
     too_large = [facts for facts in compiled if facts["shared"] > SHARED[capability]]
     assert not too_large
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
+def test_another_number_of_tokens_compiles_nothing() -> None:
+    """Every step has another; a compilation is a third of a second."""
+    assert len(compile_for(90, 400, 417, 480)) == len(compile_for(90, 400, 417))

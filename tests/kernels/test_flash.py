@@ -308,7 +308,9 @@ def test_blocks_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [b.described for b in (*short, *middle, *long)] == [False] * 3 + [True] * 6
     assert [b.own for b in middle] == [64] * 3 and [b.own for b in long] == [128, 128, 64]
     assert blocks_for(9, torch.bfloat16, 64, 4096) == blocks_for(9, torch.bfloat16, 64, 1024)
-    for major, dtype, size in ((9, torch.bfloat16, 256), (9, torch.float32, 128), (8, torch.bfloat16, 128)):
+    assert [b.described for b in blocks_for(9, torch.bfloat16, 256, 4096)] == [False, True, True]
+    assert blocks_for(9, torch.bfloat16, 256, 1024) == blocks_for(9, torch.bfloat16, 256)
+    for major, dtype, size in ((9, torch.float32, 128), (8, torch.bfloat16, 128), (8, torch.bfloat16, 256)):
         assert blocks_for(major, dtype, size, 4096) == blocks_for(major, dtype, size)
 
 
@@ -361,7 +363,7 @@ def test_gpu_fp32(head_dim: int, features: dict[str, Any]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("lengths", [(77, 1900), (77, 4000), (77, 8200)], ids=str)  # blocks for each mean length
 def test_gpu_long_sample(lengths: tuple[int, ...], head_dim: int) -> None:
     for options in ({}, dict(window=1000), dict(softcap=30.0, window=1000)):
@@ -370,7 +372,7 @@ def test_gpu_long_sample(lengths: tuple[int, ...], head_dim: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [1, 4])  # blocks for 1,024 tokens, for 4,096
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("window", [None, 700])
 def test_gpu_long_samples_do_not_leak(window: int | None, head_dim: int, scale: int) -> None:
     """The same bits twice; NaN in the second sample and its gradient stays there."""

@@ -8,6 +8,7 @@ from datasets import Dataset
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastlm
+from fastlm.kernels import linear_cross_entropy
 from fastlm.training import step
 
 from . import runs
@@ -40,6 +41,26 @@ def test_metrics_equal_trl_on_the_same_padded_batches(logging_steps: int, tmp_pa
         assert entry.keys() == expected.keys() and entry.get("total_flos") == expected.get("total_flos")
     assert sum("entropy" in entry for entry in histories[1]) == 6 // logging_steps
     assert len({entry["mean_token_accuracy"] for entry in histories[1] if "entropy" in entry}) > 1
+
+
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_a_trained_head_takes_three_products(
+    padding_free: bool, loss_type: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradient is formed with the loss; only where the weight of a row is not known before are logits made again."""
+    passes = []
+    rows = linear_cross_entropy._linear_cross_entropy_rows
+    monkeypatch.setattr(
+        linear_cross_entropy, "_linear_cross_entropy_rows", lambda *args: passes.append(args[-1]) or rows(*args)
+    )
+    args = runs.config(
+        tmp_path, per_device_train_batch_size=4, max_steps=1, loss_type=loss_type, padding_free=padding_free,
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    model = runs.model().requires_grad_()
+    runs.train(model, runs.rows(), args)
+    assert [wanted.weight for wanted in passes] == ([True] if loss_type == "nll" else [False, True])
 
 
 def test_padding_free_metrics_equal_padded_ones(tmp_path: Any) -> None:
