@@ -110,7 +110,7 @@ class _Head:
 
 
 def run(rows: int = ROWS, width: int = WIDTH, vocabulary: int = VOCABULARY) -> list[Timing]:
-    """Frozen and trainable heads with row weights, with statistics too, and with row gradients known in backward only."""
+    """Frozen and trainable heads: row weights given, statistics too, and row gradients known in backward only."""
     timings: list[Timing] = []
     for trainable in (False, True):
         head = _Head.random(rows, width, vocabulary)

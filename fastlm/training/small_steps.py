@@ -52,11 +52,8 @@ def training_step(
     """SFTTrainer.training_step, after a look whether graphs are of use, once there is something to judge by."""
     state = state_of(trainer)
     if state is not None and state.graphs is None and trainer.state.global_step > 0:
-        # without a policy nobody could do a step again for which graphs left too little memory
-        if state.activations is None:
-            state.graphs = False
-        elif state.activations.policy != "first":
-            state.graphs = _graphs(trainer, state, inputs) or False
+        chosen = state.activations is None or state.activations.policy != "first"
+        state.graphs = (_graphs(trainer, state, inputs) or False) if chosen else None
     return memory.training_step(original, trainer, model, inputs, *args, **kwargs)
 
 
@@ -66,13 +63,15 @@ def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> LayerGraphs |
     boundaries = inputs.get("boundaries")
     if core is None or boundaries is None or not getattr(core, "_fastlm_cuda_graphs", True):
         return None
-    if not one_process(trainer) or core._fastlm_model.limits:
-        return None
-    if any(policy_of(layer, False) != "keep" for layer in decoder_layers(core)):
+    worthwhile = _worthwhile(core)
+    unfit = _unfit(trainer, state, core)
+    if unfit is not None:
+        if boundaries.token_count <= worthwhile:
+            state.voice.say(f"steps of few tokens run without CUDA graphs: {unfit}")
         return None
     largest = int(memory.largest_batch(trainer, state, boundaries.token_count))
     whole = size_of(largest, boundaries.sample_count, boundaries.max_length)
-    limit = min(_worthwhile(core), largest if whole is None else whole.tokens)
+    limit = min(worthwhile, largest if whole is None else whole.tokens)
     sizes = _expected(trainer, limit)
     if not sizes and (sizes is not None or boundaries.token_count > limit):
         return None
@@ -84,6 +83,18 @@ def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> LayerGraphs |
     graphs.plan(sizes or ())
     graphs.bind(core.base_model)
     return graphs
+
+
+def _unfit(trainer: Any, state: State, core: Any) -> str | None:
+    """What about this run graphs cannot be had with, whatever its batches."""
+    if not one_process(trainer):
+        return "several processes take part"
+    if core._fastlm_model.limits:
+        return "its rotary embedding depends on the longest sample"
+    if any(policy_of(layer, False) != "keep" for layer in decoder_layers(core)):
+        return "not all activations are kept"
+    # nobody could do a step again for which graphs left too little memory
+    return 'only use_gradient_checkpointing="fastlm" has them' if state.activations is None else None
 
 
 def _repeatable() -> str | None:

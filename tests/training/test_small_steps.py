@@ -86,18 +86,27 @@ def test_a_second_run_and_evaluation_between(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("asked", "samples", "said"),
     [
-        (dict(gradient_checkpointing=True), None),
-        (dict(max_steps=2, per_device_train_batch_size=64), None),  # past the limit
+        ("recompute", 2, "not all activations are kept"),
+        (False, 2, 'only use_gradient_checkpointing="fastlm" has them'),
+        ("recompute", 64, None),  # past the limit
     ],
 )
-def test_runs_without(given: dict[str, Any], said: str | None, tmp_path: Any, capsys: Any) -> None:
+def test_runs_without(asked: Any, samples: int, said: str | None, tmp_path: Any, capsys: Any) -> None:
     model = runs.model()
-    model.get_base_model()._fastlm_checkpointing = "recompute" if given.get("gradient_checkpointing") else False
-    made, noted = run(tmp_path, model, **given)
+    model.get_base_model()._fastlm_checkpointing = asked
+    made, noted = run(tmp_path, model, max_steps=3, per_device_train_batch_size=samples)
     assert noted.replays == 0 and state_of(made).graphs is False  # type: ignore[union-attr]
-    assert "CUDA graphs" not in capsys.readouterr().out
+    lines = [line for line in capsys.readouterr().out.splitlines() if "CUDA graphs" in line]
+    assert [line.partition("CUDA graphs: ")[2] for line in lines] == ([] if said is None else [said])
+
+
+def test_a_run_that_asks_for_none_says_nothing(tmp_path: Any, capsys: Any) -> None:
+    model = runs.model()
+    model.get_base_model()._fastlm_cuda_graphs = False
+    _, noted = run(tmp_path, model, max_steps=3)
+    assert noted.replays == 0 and "CUDA graphs" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("reason", ["memory", "dropout", "full", "deterministic"])
