@@ -230,6 +230,9 @@ def given_fields(config: Any) -> frozenset[str]:
     differing = {name for name, field in fields.items() if getattr(config, name) != _default(field)}
     if _default(fields["bf16"]) is None and (config.bf16 != config.fp16 or bf16_was_refused(config)):
         differing.discard("bf16")  # what the default becomes
+    for name in {"gradient_checkpointing", "activation_checkpointing"} & differing:
+        if _default(fields[name]) is None and not getattr(config, name):
+            differing.discard(name)  # None becomes False
     return frozenset(differing)
 
 

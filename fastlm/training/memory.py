@@ -5,6 +5,7 @@ else the layer's input alone, and if that is too much in host memory.
 A run under ``use_gradient_checkpointing="fastlm"`` begins with every layer recomputed. Its first step shows the peak,
 and running the layers again in backward shows what each would have kept, whatever its family, adapters and dtypes are.
 Before the second step that is compared with the memory there is, and as many layers keep more as fit, the last first.
+Where recomputing all takes more than there is, by that or as room.py counts the first batch, inputs go to host memory.
 Numbers do not change: the policies, and mixes of them, give the same gradients. Should a batch not fit after all, its
 step is done again with a tenth less kept, and so on until all layers are recomputed, then with their inputs in host
 memory, and so are the rest.
@@ -17,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
@@ -25,12 +25,13 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from ..models.layers import LayerPatch
 from ..models.offload import Offload
 from ..models.patch import decoder_layers, offloads, patched_core
-from ..packing.dataset import EVEN_AT, lengths_of
 from .costs import in_words, ladder, left_out, overall, per_layer, spared
-from .room import check_batch, free_bytes, tokens_of
+from .room import agreed, check_batch, free_bytes, largest_batch, last_policy, offload_ahead, tokens_of
+from .say import Voice
 from .step import State, one_process, state_of
 
-__all__ = ["MARGIN", "RESERVE", "Activations", "begin", "kept_bytes", "largest_batch", "training_step"]
+__all__ = ["MARGIN", "RESERVE", "Activations", "begin", "kept_bytes", "largest_batch", "settle_checkpointing",
+           "training_step"]  # fmt: skip
 
 # Fragmentation, and what the counts leave out. Steps of different lengths ran out of memory at 93% and at 94% of what
 # the process could have (Llama-3-8B shapes in 24 GiB, Qwen3-8B's in 140; H200).
@@ -120,6 +121,38 @@ def _training_step(
     return loss
 
 
+def settle_checkpointing(config: Any, core: Any, given: frozenset[str], state: State | None = None) -> None:
+    """An explicit value wins, then the model's own setting; TRL's default of True is not explicit.
+
+    True leaves it to the model's policy; without one it means "fastlm", which keeps all activations that fit. That is
+    for a trainer with a state: any other, whose model has a setting, then recomputes layers, and one line says so.
+    """
+    # transformers 5.24 calls it activation_checkpointing, keeps the old name beside it and reads the new one only
+    names = {name for name in ("gradient_checkpointing", "activation_checkpointing") if hasattr(config, name)}
+    setting = policy = getattr(core, "_fastlm_checkpointing", None)
+    if state is None and (setting is None or (config.fsdp_config or {}).get("activation_checkpointing")):
+        return  # FSDP recomputes, and transformers refuses both
+    if given & names or setting is None:
+        policy = config.gradient_checkpointing and (setting or "fastlm")
+    for name in names:
+        setattr(config, name, bool(policy))
+        # on a CPU they are in host memory anyway; TRL's other trainers pass the option on to torch, which knows none
+        if policy == "offload" and config.device.type != "cpu" and state is not None:
+            options = getattr(config, f"{name}_kwargs") or {}
+            setattr(config, f"{name}_kwargs", {**options, "offload": True})
+    if state is not None and policy in (True, "fastlm"):
+        state.activations = Activations()
+    if not policy and any(getattr(module, "gradient_checkpointing", False) for module in core.modules()):
+        new_name = getattr(core, "activation_checkpointing_disable", None)
+        (new_name or core.gradient_checkpointing_disable)()
+    if state is None:
+        layers = decoder_layers(core)
+        how = last_policy(layers) if policy == "offload" and layers else "recompute" if policy else "keep"
+        why = f"gradient_checkpointing={bool(policy)}" if given & names else f"use_gradient_checkpointing={setting!r}"
+        also = " (keeping what fits is SFTTrainer's)" if policy in (True, "fastlm") else ""
+        Voice(config.process_index == 0).say(f"activations are {in_words([how])}: {why}{also}")
+
+
 def begin(trainer: Any) -> None:
     """Before Trainer.train: what an earlier trainer chose for the model is not the setting of this one."""
     if not (layers := _layers(trainer)):
@@ -142,23 +175,23 @@ def _offload(trainer: Any) -> Offload:
     return core._fastlm_model.offload
 
 
-def _last_policy(layers: list[Any]) -> str:
-    return "offload" if "_fastlm" in layers[0].__dict__ else "recompute"  # only ours know how
-
-
 def _can_be_done_again(trainer: Any, layers: list[Any], activations: Activations) -> bool:
     """Whether something is left to try should this micro-step not fit; earlier gradients are set aside for that.
 
     Where a layer keeps more than its input there is room for them. Else they must not take what offloading would free.
     """
-    if not one_process(trainer) or activations.policy == _last_policy(layers):
+    if not one_process(trainer) or activations.policy == last_policy(layers):
         return False
     if activations.policy in _KEEPING:
         return True
     earlier = sum(parameter.grad.nbytes for parameter in activations.trained if parameter.grad is not None)
+    return earlier <= len(layers) * _input(trainer, activations)
+
+
+def _input(trainer: Any, activations: Activations) -> int:
+    """Bytes of what a layer reads."""
     core: Any = patched_core(trainer.model)
-    inputs = len(layers) * activations.tokens * core.config.get_text_config().hidden_size * core.dtype.itemsize
-    return earlier <= inputs
+    return activations.tokens * core.config.get_text_config().hidden_size * core.dtype.itemsize
 
 
 def _left_gradients_alone(trainer: Any, activations: Activations) -> bool:
@@ -212,17 +245,23 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
                        for what in ("norms", "products"))  # fmt: skip
     levels = ladder([spared(*sizes) for sizes in zip(norms, products, strict=True)])
     gauge, needed = _gauge(trainer), list[int]()
+    if gauge is not None:
+        longer = max(1.0, largest_batch(trainer, state, activations.tokens) / activations.tokens)
+        trained = sum(parameter.nbytes for parameter in activations.trained)
+        aside = trained * (trainer.args.gradient_accumulation_steps > 1)  # during a micro-step
+        # what can be done again shows by itself that a longer batch is too much
+        again = one_process(trainer) and aside <= len(layers) * _input(trainer, activations)
+        taken = activations.peak - activations.before
+        missing = int(taken + max(0, taken - trained) * (0 if again else longer - 1)) - gauge.free
+        leaves = int((len(layers) - 2) * (1 if again else longer) * _input(trainer, activations))
+        helps = last_policy(layers) == "offload" and missing <= leaves
+        if offload_ahead(trainer, state, missing * helps):
+            return
     if gauge is not None and all(kept):
-        longer = largest_batch(trainer, state, activations.tokens) / activations.tokens
-        longer = max(1.0, min(longer, _LONGER) if one_process(trainer) else longer)
-        accumulates = trainer.args.gradient_accumulation_steps > 1
-        aside = sum(parameter.nbytes for parameter in activations.trained) if accumulates else 0  # during a micro-step
+        longer = min(longer, _LONGER) if one_process(trainer) else longer
         steps = _worst_moments(levels[1:], kept, norms, products, activations.peak - activations.before)
         needed = [int(longer * MARGIN * step) + RESERVE + aside for step in steps]
-    choice = 0 if gauge is None else sum(size < gauge.free for size in needed)  # they rise
-    if trainer.accelerator.num_processes > 1:
-        votes = torch.tensor([choice], device=trainer.accelerator.device)
-        choice = int(trainer.accelerator.gather(votes).min())
+    choice = 0 if gauge is None else agreed(trainer, sum(size < gauge.free for size in needed))  # they rise
     level = levels[choice]
     activations.levels = list(zip([0, *needed], levels, strict=False))
     if choice:
@@ -273,21 +312,6 @@ def _worst_moments(
     ]  # fmt: skip
 
 
-def largest_batch(trainer: Any, state: State, measured: int) -> float:
-    """Tokens that a micro-batch of this run may have, at most; of a stream max_length tells, if there is one."""
-    from datasets import Dataset
-
-    dataset, size = trainer.train_dataset, trainer._train_batch_size
-    if not isinstance(dataset, Dataset) or "input_ids" not in dataset.column_names:
-        return max(measured, (trainer.args.max_length or 0) * size)
-    rising = np.sort(lengths_of(dataset))
-    budget = getattr(trainer.args, "tokens_per_step", None)
-    if budget is not None:  # dealt into micro-batches of equal work (work_of), to within a row
-        share = budget / (trainer.args.gradient_accumulation_steps * trainer.args.world_size) + rising[-1]
-        return float(min(budget, share * (1 + rising[-1] / EVEN_AT)))
-    return float(rising[-size:].sum() if state.padding_free else size * rising[-1])
-
-
 def _again_if_too_large(
     original: Callable[..., Tensor], trainer: Any, layers: list[Any], state: State, activations: Activations,
     model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any,
@@ -299,7 +323,7 @@ def _again_if_too_large(
     metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}  # of a loss not ours
     seen = trainer._total_train_tokens
     with _earlier_gradients(activations.trained):
-        while activations.policy != _last_policy(layers):
+        while activations.policy != last_policy(layers):
             try:
                 return original(trainer, model, dict(inputs), *args, **kwargs)
             except torch.OutOfMemoryError:
@@ -315,7 +339,7 @@ def _again_if_too_large(
             if devices:
                 set_device_states(devices, states)
                 torch.cuda.empty_cache()
-            tokens = inputs["input_ids"].numel()
+            tokens = tokens_of(inputs)
             if state.graphs and state.graphs.stop():
                 state.voice.say(f"a batch of {tokens} tokens needs the memory of the CUDA graphs: from here on without")
                 continue

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
+from traceback import walk_tb
 from types import MethodType
 from typing import Any
 
@@ -54,9 +55,23 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     """Trainer.train; however it ends, the model has its class's methods again."""
     try:
         return original(trainer, *args, **kwargs)
+    except torch.OutOfMemoryError as error:
+        if state_of(trainer) is not None and _in_a_step(error):
+            error.add_note(
+                'fastlm: the optimiser\'s step was too much. optim="adamw_8bit" has smaller states, "paged_adamw_8bit" '
+                "holds large ones in host memory where they do not fit; a smaller r and 4 bits take less; "
+                "`fastlm plan` says how much."
+            )
+        raise
     finally:
         for name in (_WALK, *_WALKERS) if _WALK in trainer.model.__dict__ else ():
             trainer.model.__dict__.pop(name, None)
+
+
+def _in_a_step(error: BaseException) -> bool:
+    """Whether an optimiser's step raised it, and nobody has said so: one that steps in backward is the batch's."""
+    holders = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+    return not hasattr(error, "__notes__") and any(isinstance(one, torch.optim.Optimizer) for one in holders)
 
 
 # --- the optimiser
@@ -85,17 +100,18 @@ def set_embedding_rate(optimizer: Any, model: Any, rate: float) -> None:
 
 
 def without_stops(optimizer: Any) -> None:
-    """Replace the ``step`` of a bitsandbytes optimiser that is not paged; leave any other as it is.
+    """Replace the ``step`` of a bitsandbytes optimiser; leave any other as it is.
 
     Its own waits for the GPU after every parameter. Ours makes the same calls without that, small parameters laid end
-    to end and updated in one call: the same bits.
+    to end and updated in one call: the same bits. Paged states, which the host can read, are waited for once, at the
+    end: they are fetched and updated on one stream, in order.
     """
     if "bitsandbytes" not in sys.modules:
         return
     from bitsandbytes.optim.optimizer import Optimizer8bit
 
     known = isinstance(optimizer, Optimizer8bit) and type(optimizer).__module__.startswith("bitsandbytes.optim.")
-    if known and not optimizer.is_paged and "step" not in optimizer.__dict__:
+    if known and "step" not in optimizer.__dict__:
         optimizer._fastlm_buckets = None
         optimizer.step = MethodType(torch.optim.Optimizer.profile_hook_step(_step), optimizer)
 
@@ -139,6 +155,8 @@ class _Bucket:
 @torch.no_grad()
 def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
     """Optimizer8bit.step; see ``without_stops``."""
+    from bitsandbytes.optim.optimizer import sync_gpu
+
     loss = None
     if closure is not None:
         with torch.enable_grad():
@@ -166,8 +184,17 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
                 for parameter in bucket.parameters:
                     del alone[parameter]
         for parameter, (i, j) in alone.items():
+            optimizer.prefetch_state(parameter)
             optimizer.update_step(optimizer.param_groups[i], parameter, i, j)
+    for parameter in {p.device: p for p in alone if _is_paged(optimizer.state[p])}.values():
+        with torch.cuda.device_of(parameter):
+            sync_gpu(parameter)
     return loss
+
+
+def _is_paged(state: dict[str, Any]) -> bool:
+    """Whether the host can read these states where they lie; to torch they are on the CPU."""
+    return getattr(state["state1"], "is_paged", False)
 
 
 @contextmanager
@@ -196,7 +223,7 @@ def _buckets(optimizer: Any, places: dict[Tensor, tuple[int, int]]) -> Iterator[
         settings = id(parameter) in manager.pid2config or place in manager.index2config
         known = state.keys() <= _FLAT | {"step", "qmap1", "qmap2"} and state["state1"].shape == parameter.shape
         known &= parameter.is_contiguous() and state["state1"].is_contiguous()  # kernels read memory as it lies
-        if whole and known and not settings and parameter.numel() <= _TOGETHER:
+        if whole and known and not settings and not _is_paged(state) and parameter.numel() <= _TOGETHER:
             kind = (place[0], parameter.device, parameter.dtype, state["state1"].dtype, state["step"])
             alike.setdefault(kind, []).append(parameter)
     for parameters in alike.values():

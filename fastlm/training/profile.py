@@ -59,7 +59,8 @@ class Profile:
 def profile_of(profiler: profile, steps: int) -> Profile:
     """What a profiler with ``ACTIVITIES`` has seen of this many steps."""
     if not torch.cuda.is_available():
-        rows = [(one.key, one.self_cpu_time_total, one.count) for one in profiler.key_averages()]
+        seen = [one for one in profiler.key_averages() if not one.is_user_annotation]
+        rows = [(one.key, one.self_cpu_time_total, one.count) for one in seen]
         return Profile(steps, _largest(rows, steps))
     seen = [
         event for event in profiler.events() or ()
@@ -97,7 +98,8 @@ def _largest(rows: Sequence[tuple[str, float, int]], steps: int) -> list[dict[st
 class StepProfiler(TrainerCallback):
     """Profiles three steps of a run after three others, or as many as there are; ``profile`` is there when they are.
 
-    Writes folder/trace.json, for chrome://tracing or Perfetto. Waits for the GPU before and after those steps.
+    Writes folder/trace.json, for chrome://tracing or Perfetto. Waits for the GPU before and after those steps, which
+    the run's report leaves out (``slows_next``).
     """
 
     def __init__(self, folder: Path) -> None:
@@ -106,13 +108,18 @@ class StepProfiler(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         left = max(1, state.max_steps - state.global_step)
-        warm = min(1, left - 1)
+        self._warm = warm = min(1, left - 1)
         self._steps = min(_STEPS, left - warm)
         self._idle = min(3, left - warm - self._steps) + warm  # steps before
         self._done = 0
         plan = schedule(skip_first=self._idle - warm, wait=0, warmup=warm, active=self._steps, repeat=1)
         self._profiler = profile(activities=ACTIVITIES, schedule=plan, on_trace_ready=self._keep)
         self._profiler.start()
+
+    @property
+    def slows_next(self) -> bool:
+        """Whether the next step is one to profile, or the one before them, with the profiler on already."""
+        return self._idle - self._warm <= self._done < self._idle + self._steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._done += 1

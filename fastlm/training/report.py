@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -21,10 +21,15 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from ..models.adapters import adapter_ranks
 from ..models.checkpointing import policy_of
 from ..models.layers import attention_features
 from ..models.patch import decoder_layers, patched_core
-from .step import State
+from ..models.twin import twin_of
+from .costs import OPTIMISERS, step_costs
+from .profile import StepProfiler
+from .room import _counted
+from .step import State, one_process, state_of
 
 __all__ = ["PEAK_TFLOPS", "Operations", "TrainingReport", "add_to_log", "attended_pairs", "count_operations",
            "get_batch_samples", "gpu_of"]  # fmt: skip
@@ -137,12 +142,15 @@ def attended_pairs(lengths: Sequence[int], window: int | None = None) -> int:
 
 @dataclass
 class _Counts:
-    """Of some batches. pairs: by window. padded: tokens, had each been padded to its longest sample."""
+    """Of some batches. pairs: by window. padded: tokens, had each been padded to its longest sample. largest: tokens
+    of the largest one.
+    """
 
     batches: int = 0
     tokens: int = 0
     targets: int = 0
     padded: int = 0
+    largest: int = 0
     pairs: Counter[int | None] = field(default_factory=Counter)
     repeated: float = 0.0
     unknown: int = 0  # batches without boundaries: nobody on the host knows their tokens
@@ -150,6 +158,7 @@ class _Counts:
     def add(self, other: _Counts) -> None:
         for name in ("batches", "tokens", "targets", "padded", "repeated", "unknown"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.largest = max(self.largest, other.largest)
         self.pairs.update(other.pairs)
 
 
@@ -157,7 +166,7 @@ class TrainingReport(TrainerCallback):
     """Prints what a run achieved; every trainer of a fastlm model has one.
 
     ``trainer.remove_callback(TrainingReport)`` takes it away. The first step, which compiles, is not counted, and
-    neither is the time of evaluations and checkpoints. On several ranks the numbers are those of one GPU.
+    neither are steps that a profiler slows, evaluations and checkpoints. On several ranks the numbers are one GPU's.
     """
 
     def __init__(self, state: State) -> None:
@@ -169,6 +178,8 @@ class TrainingReport(TrainerCallback):
         self._operations = None if core is None else count_operations(core)
         self._windows = {one.window for one in self._operations.layers} if self._operations else set()
         self._step, self._total, self._steps, self._warm = _Counts(), _Counts(), 0, False
+        self._slowed = False  # the step that is next, or runs
+        self._largest: dict[tuple[str, ...], int] = {}  # tokens of a micro-batch, by the policies that it met
         self._spans: list[tuple[Any, Any]] = []
         self._start: Any = None  # of the span that is running
         self._last: Any = None  # the end of its last step; None before the first
@@ -181,14 +192,18 @@ class TrainingReport(TrainerCallback):
         if args.device.type == "cuda":  # loading or an earlier run may have taken more
             torch.cuda.reset_peak_memory_stats(args.device)
 
-    def note(self, batches: Iterable[Any]) -> None:
-        """Count the micro-batches of the step that is next."""
+    def note(self, batches: Iterable[Any], slowed: bool = False) -> None:
+        """Count the micro-batches of the step that is next. slowed: by a profiler, so that its time tells nothing."""
+        self._slowed = slowed
+        if slowed:
+            self._pause()
         for batch in batches:
             boundaries = batch.get("boundaries") if isinstance(batch, dict) else None
             lengths = getattr(boundaries, "lengths", None)
             one = _Counts(batches=1, unknown=int(lengths is None))
             if boundaries is not None and lengths is not None:
-                one.tokens, one.padded = boundaries.token_count, len(lengths) * max(lengths)
+                one.tokens = one.largest = boundaries.token_count
+                one.padded = len(lengths) * max(lengths)
                 one.targets = one.tokens if boundaries.label_count is None else boundaries.label_count
                 one.pairs.update({window: attended_pairs(lengths, window) for window in self._windows})
             self._step.add(one)
@@ -200,9 +215,12 @@ class TrainingReport(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._last = self._now()
         if self._operations is not None:
-            policies = _policies(self._core)
+            policies = tuple(_policies(self._core))
             self._step.repeated = self._operations.repeated(self._step.tokens, self._step.pairs, policies)
-        if self._warm or state.global_step >= state.max_steps:
+            self._largest[policies] = max(self._largest.get(policies, 0), self._step.largest)
+        if self._slowed:
+            self._warm, self._start, self._last = True, None, None
+        elif self._warm or state.global_step >= state.max_steps:
             self._total.add(self._step)
             self._steps += 1
         else:
@@ -231,19 +249,22 @@ class TrainingReport(TrainerCallback):
         self._spans[-1][1].synchronize()
         return sum(start.elapsed_time(end) for start, end in self._spans) / 1e3
 
-    def facts(self) -> dict[str, float]:
+    def facts(self, trainer: Any = None) -> dict[str, float]:
         """The numbers, as far as they are known; made once, when training ends (waits for the GPU).
 
         valid_tokens_per_second; padding_avoided, a share of padded batches' tokens; tflops_per_second, useful ones;
         tflops_per_second_spent; mfu, a share of the GPU's peak; floor_share, of a bare product's speed here, which
-        bounds what the useful ones could reach; peak_memory_gib; layers_<policy>.
+        bounds what the useful ones could reach; peak_memory_gib; predicted_peak_gib, as costs.py counts it for
+        the trainer, if given; layers_<policy>.
         """
-        if self._facts or not self._steps:
+        if self._facts or not (self._warm or self._steps):
             return self._facts
-        total, seconds, facts = self._total, self._seconds(), self._facts
+        total, facts = self._total, self._facts
         if self._device.type == "cuda":
             facts["peak_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / _GIB
-        if total.unknown or not total.tokens or seconds <= 0:
+        if not total.unknown and trainer is not None and (predicted := _predicted_peak(trainer, self._largest)):
+            facts["predicted_peak_gib"] = predicted / _GIB
+        if total.unknown or not total.tokens or (seconds := self._seconds()) <= 0:
             return facts
         facts["valid_tokens_per_second"] = total.tokens / seconds
         facts["padding_avoided"] = 1 - total.tokens / total.padded
@@ -308,6 +329,35 @@ def _policies(core: Any) -> list[str]:
     return [policy_of(layer, getattr(offload, "on", False)) for layer in decoder_layers(core)]
 
 
+def _predicted_peak(trainer: Any, largest: Mapping[tuple[str, ...], int]) -> int | None:
+    """Bytes of a run's worst moment, from its tokens by policies; None where something is not counted (costs.py)."""
+    core, state, args, model = patched_core(trainer.model), state_of(trainer), trainer.args, trainer.model
+    if core is None or state is None or not state.own_head or state.graphs or trainer.compute_loss_func is not None:
+        return None
+    devices = {parameter.device for parameter in model.parameters()}
+    if not min(largest.values(), default=0) or not one_process(trainer) or not _counted(trainer, devices):
+        return None
+    patched, ranks = core.__dict__["_fastlm_model"].report, adapter_ranks(core)
+    if patched.stock or patched.fused.get("lora", 0) != len(ranks):
+        return None
+    kind, _ = trainer.get_optimizer_cls_and_kwargs(args, model)
+    if args.optim not in OPTIMISERS or type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)) is not kind:
+        return None  # the user's own
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if any(parameter.dtype != core.dtype for parameter in trained) and not (args.bf16 or args.fp16):
+        return None  # such adapters run unfused
+    try:
+        costs = step_costs(
+            twin_of(core.config, core.dtype), ranks, full=not ranks, quantised=getattr(core, "is_quantized", False),
+            optimiser=args.optim, accumulates=args.gradient_accumulation_steps > 1,
+        )  # fmt: skip
+    except (KeyError, RuntimeError, ValueError):  # a class of the user's own, or one with more than a decoder
+        return None
+    if sum(parameter.nbytes for parameter in trained) != costs.gradients:
+        return None
+    return max(sum(costs.worst_moment(policies, tokens).values()) for policies, tokens in largest.items())
+
+
 def _lines(facts: dict[str, float], steps: int, ranks: int = 1) -> list[str]:
     lines = []
     if "valid_tokens_per_second" in facts:
@@ -320,7 +370,8 @@ def _lines(facts: dict[str, float], steps: int, ranks: int = 1) -> list[str]:
         line = f"{useful:.4g} useful TFLOP/s, {spent:.4g} with what is computed twice"
         line += f"; MFU {facts['mfu']:.1%}" if "mfu" in facts else ""
         lines.append(line + (f"; {facts['floor_share']:.2f} of the floor" if "floor_share" in facts else ""))
-    words = [f"peak memory {facts['peak_memory_gib']:.1f} GiB"] if "peak_memory_gib" in facts else []
+    counted = f" (counted {facts['predicted_peak_gib']:.1f})" if "predicted_peak_gib" in facts else ""
+    words = [f"peak memory {facts['peak_memory_gib']:.1f} GiB{counted}"] if "peak_memory_gib" in facts else []
     policies = [f"{name.removeprefix('layers_')} x {n:.0f}" for name, n in facts.items() if name.startswith("layers_")]
     words += [f"activations: {', '.join(policies)}"] if policies else []
     return lines + (["; ".join(words)] if words else [])
@@ -335,7 +386,8 @@ def get_batch_samples(original: Callable[..., Any], trainer: Any, *args: Any, **
     batches, count = original(trainer, *args, **kwargs)
     report = _report_of(trainer)
     if report is not None:
-        report.note(batches)
+        callbacks = trainer.callback_handler.callbacks
+        report.note(batches, any(isinstance(one, StepProfiler) and one.slows_next for one in callbacks))
     return batches, count
 
 
@@ -343,4 +395,4 @@ def add_to_log(trainer: Any, logs: dict[str, float]) -> None:
     """Add the facts to the line that ends training; integrations have closed when ``on_train_end`` comes to them."""
     report = _report_of(trainer)
     if report is not None and "train_runtime" in logs:
-        logs.update(report.facts())
+        logs.update(report.facts(trainer))

@@ -36,7 +36,7 @@ def install() -> None:
     """Wrap transformers' and TRL's trainer classes in place. Calling it again does nothing."""
     from transformers import Trainer, TrainingArguments
 
-    _replace(TrainingArguments, "__init__", lambda original: legacy.remember_call(TrainingArguments, sft=False))
+    _replace(TrainingArguments, "__init__", functools.partial(_remembering, TrainingArguments))
     _replace(Trainer, "__init__", lambda original: _method(original, _trainer_init))
     function: Callable[..., Any]
     for name, function in (
@@ -53,10 +53,12 @@ def install() -> None:
         _replace(owner, name, functools.partial(_method, function=function))
     if importlib.util.find_spec("trl") is None:
         return
-    from trl import SFTConfig, SFTTrainer
+    import trl
 
-    _replace(SFTConfig, "__init__", lambda original: legacy.remember_call(SFTConfig, sft=True))
-    _replace(SFTTrainer, "__init__", lambda original: _method(original, _sft_init))
+    for owner in (trl.SFTConfig, trl.DPOConfig, trl.KTOConfig, trl.RewardConfig, trl.GRPOConfig, trl.RLOOConfig,
+                  trl.DistillationConfig):  # fmt: skip
+        _replace(owner, "__init__", functools.partial(_remembering, owner))
+    _replace(trl.SFTTrainer, "__init__", lambda original: _method(original, _sft_init))
     for name, function in (
         ("train", small_steps.train),
         ("create_optimizer", optimizers.create_optimizer),
@@ -72,7 +74,7 @@ def install() -> None:
         ("get_eval_dataloader", functools.partial(_logits_dataloader, "eval")),
         ("get_test_dataloader", functools.partial(_logits_dataloader, "test")),
     ):
-        _replace(SFTTrainer, name, functools.partial(_method, function=function))
+        _replace(trl.SFTTrainer, name, functools.partial(_method, function=function))
 
 
 def _replace(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -82,6 +84,10 @@ def _replace(owner: type, name: str, wrap: Callable[[Any], Any]) -> None:
     wrapper = wrap(original)
     setattr(wrapper, _MARK, original)
     setattr(owner, name, wrapper)
+
+
+def _remembering(owner: type, original: Callable[..., None]) -> Callable[..., None]:
+    return legacy.remember_call(owner, sft=owner.__name__ == "SFTConfig")
 
 
 def _method(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +125,7 @@ def _sft_init(original: Callable[..., None], trainer: Any, *args: Any, **kwargs:
         config, core.dtype, given, state.voice.say, device_type=config.device.type,
         bf16_refused=bf16_refused,
     )  # fmt: skip
-    _settle_checkpointing(config, core, given, state)
+    memory.settle_checkpointing(config, core, given, state)
     _settle_throughput(config, given, state)
     if call.get("train_dataset") is None:
         return original(trainer, **{**call, "args": config})  # TRL says that it is needed
@@ -182,28 +188,6 @@ def _settle_max_length(config: Any, core: Any, given: frozenset[str], state: Sta
         raise ValueError(
             f"max_length is {config.max_length!r}: give the tokens that a row may hold, or None for no limit"
         )
-
-
-def _settle_checkpointing(config: Any, core: Any, given: frozenset[str], state: State) -> None:
-    """An explicit value wins, then the model's own setting; TRL's default of True is not explicit.
-
-    True leaves it to the model's policy; without one it means "fastlm", which keeps all activations that fit.
-    """
-    # transformers 5.24 calls it activation_checkpointing, keeps the old name beside it and reads the new one only
-    names = {name for name in ("gradient_checkpointing", "activation_checkpointing") if hasattr(config, name)}
-    policy = getattr(core, "_fastlm_checkpointing", None)
-    if given & names or policy is None:
-        policy = config.gradient_checkpointing and (policy or "fastlm")
-    for name in names:
-        setattr(config, name, bool(policy))
-        if policy == "offload" and config.device.type != "cpu":  # there they are in host memory anyway
-            options = getattr(config, f"{name}_kwargs") or {}
-            setattr(config, f"{name}_kwargs", {**options, "offload": True})
-    if policy in (True, "fastlm"):
-        state.activations = memory.Activations()
-    if not policy and any(getattr(module, "gradient_checkpointing", False) for module in core.modules()):
-        new_name = getattr(core, "activation_checkpointing_disable", None)
-        (new_name or core.gradient_checkpointing_disable)()
 
 
 def _settle_throughput(config: Any, given: frozenset[str], state: State) -> None:
@@ -312,7 +296,7 @@ def _summary(trainer: Any, state: State) -> str:
 
 
 def _trainer_init(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
-    """Any other trainer: old names, and what a flattened batch needs of a plain Trainer."""
+    """Any other trainer: old names, what layers keep, and what a flattened batch needs of a plain Trainer."""
     if state_of(trainer) is not None:
         return original(trainer, *args, **kwargs)
     model = args[0] if args else kwargs.get("model")
@@ -322,23 +306,25 @@ def _trainer_init(original: Callable[..., None], trainer: Any, *args: Any, **kwa
         return original(trainer, *args, **kwargs)
     legacy.warn_old_names(config, stacklevel=3)
     collator = args[2] if len(args) > 2 else kwargs.get("data_collator")
-    if not isinstance(collator, PaddingFreeCollator):
-        return original(trainer, *args, **kwargs)
     if config is None:
         from transformers import TrainingArguments
 
         config = TrainingArguments(output_dir="tmp_trainer")  # as Trainer would
-    # accelerate's dispatch mode, its default for streamed data, would cut the sample boundaries apart
     config = copy.copy(config)
-    accelerator: Any = copy.copy(config.accelerator_config)
-    accelerator.dispatch_batches = False
-    config.accelerator_config = accelerator
+    memory.settle_checkpointing(config, patched_core(model), legacy.given_fields(config))
+    flattened = isinstance(collator, PaddingFreeCollator)
+    if flattened:
+        # accelerate's dispatch mode, its default for streamed data, would cut the sample boundaries apart
+        accelerator: Any = copy.copy(config.accelerator_config)
+        accelerator.dispatch_batches = False
+        config.accelerator_config = accelerator
     if len(args) > 1:
         args = (args[0], config, *args[2:])
     else:
         kwargs["args"] = config
     original(trainer, *args, **kwargs)
-    _keep_columns(trainer)
+    if flattened:
+        _keep_columns(trainer)
 
 
 def _keep_columns(trainer: Any) -> None:

@@ -17,7 +17,6 @@ from fastlm.planner import twin_of
 from fastlm.training import memory, small_steps
 from fastlm.training.costs import ladder, step_costs
 from fastlm.training.say import Voice
-from fastlm.training.sft import _settle_checkpointing
 from fastlm.training.step import State, state_of
 
 from ..tiny import add_lora, tiny_model
@@ -185,7 +184,8 @@ def test_what_an_earlier_trainer_chose_is_not_that_of_transformers_own(tmp_path,
     monkeypatch.setattr(memory, "ladder", lambda spared: ladder(spared)[:-1])
     first, _ = run(tmp_path, layers=3)
     ids = [{"input_ids": list(range(5, 14)), "labels": list(range(5, 14))} for _ in range(4)]
-    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True, save_strategy="no")
+    options = {"max_steps": 1, "report_to": "none", "use_cpu": True, "save_strategy": "no"}
+    arguments = TrainingArguments(str(tmp_path), gradient_checkpointing=False, **options)
     Trainer(first.model, arguments, train_dataset=ids).train()
     assert policies(first) == [K, K, K]
 
@@ -218,7 +218,7 @@ def test_ranks_take_the_least_of_what_fits(tmp_path, free, monkeypatch):
     layers = memory._layers(trainer)
     memory._set_policy(layers, R)
     memory._choose(trainer, layers, state, state.activations)
-    assert seen == [9] and policies(trainer) == [R, L, L] and state.activations.mix == (R, L, L)
+    assert seen[1:] == [9] and policies(trainer) == [R, L, L] and state.activations.mix == (R, L, L)
 
 
 @pytest.mark.parametrize(("arch", "tokens"), [
@@ -239,6 +239,53 @@ def test_what_a_mix_takes_is_what_the_planner_counts(arch, tokens):
     assert min(rest) > -memory.RESERVE / 4 and max(rest) < 0.01 * counted[-1]
     if tokens > 4096:  # a layer's moment is the worst
         assert min(rest) > -0.001 * counted[-1]
+
+
+def gauge(monkeypatch: pytest.MonkeyPatch, taken: int, free: int) -> None:
+    """The first step took so many bytes, and so many are free."""
+    monkeypatch.setattr(memory, "_gauge", lambda *args, **kwargs: memory._Gauge(100, 100 + taken, free))
+
+
+@pytest.mark.parametrize(("missing", "expected"), [(0, R), (1, "offload"), (100, "offload"), (101, R)])
+def test_what_fits_only_offloaded_is_offloaded_ahead(tmp_path, monkeypatch, capsys, missing, expected):
+    """100 per cent are what the inputs of 4 layers but two take in a batch like the measured one, all of a length."""
+    monkeypatch.setattr(runs, "LENGTHS", (9,) * 8)
+    leaves = 2 * 2 * 9 * 64 * 4  # layers, rows, tokens, hidden_size, fp32
+    lacking = missing * leaves // 100
+    gauge(monkeypatch, GIB, GIB - lacking)
+    trainer, gradients = run(tmp_path, layers=4)
+    _, kept = run(tmp_path, setting=False, layers=4)
+    assert state_of(trainer).activations.policy == expected and policies(trainer) == [R] * 4
+    assert same(gradients, kept)
+    offload = patched_core(trainer.model)._fastlm_model.offload
+    assert offload.on == (expected == "offload") == (offload.nbytes() > 0)
+    said = f"activations are recomputed from inputs in host memory: with these on the GPU {lacking / GIB:.2g} GiB would"
+    assert (said in capsys.readouterr().out) == (expected == "offload")
+
+
+@pytest.mark.parametrize(("ranks", "accumulate", "others", "longest", "expected"), [
+    (1, 1, 0, 19, R), (1, 2, 0, 19, "offload"), (2, 1, 0, 18, R), (2, 1, 0, 19, "offload"), (2, 1, 1, 18, "offload"),
+    (2, 1, 0, 40, R),
+])  # fmt: skip
+def test_who_cannot_do_a_step_again_looks_ahead_to_the_longest_batch(
+    tmp_path, monkeypatch, ranks, accumulate, others, longest, expected
+):
+    """A step of 18 tokens took all that is free; gradients do not grow with tokens. 40 do not fit either."""
+    monkeypatch.setattr(runs, "LENGTHS", (9,) * 8)
+    trainer, _ = run(tmp_path, layers=4, max_steps=1)
+    state, layers = state_of(trainer), memory._layers(trainer)
+    trained = sum(parameter.nbytes for parameter in state.activations.trained)
+    state.activations.before, state.activations.peak = 100, 100 + trained + 20_000
+    assert state.activations.tokens == 18
+    gauge(monkeypatch, 0, trained + 20_000)
+    trainer.args.gradient_accumulation_steps = accumulate
+    monkeypatch.setattr(memory, "largest_batch", lambda *args: longest)
+    monkeypatch.setattr(memory, "one_process", lambda trainer: ranks == 1)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", property(lambda self: ranks))
+    gather = lambda votes: torch.cat([votes, torch.tensor([-others])])  # noqa: E731 (bytes that another rank lacks)
+    monkeypatch.setattr(trainer.accelerator, "gather", gather)
+    memory._choose(trainer, layers, state, state.activations)
+    assert state.activations.policy == expected
 
 
 def test_layers_are_recomputed_where_it_does_not_fit(tmp_path, free, capsys):
@@ -407,7 +454,7 @@ def test_offload_holds_inputs_in_host_memory(tmp_path, monkeypatch):
     model.get_base_model()._fastlm_checkpointing = "offload"
     config = runs.config(tmp_path)
     monkeypatch.setattr(type(config), "device", torch.device("cuda", 0))
-    _settle_checkpointing(config, model.get_base_model(), frozenset(), state := State(Voice()))
+    memory.settle_checkpointing(config, model.get_base_model(), frozenset(), state := State(Voice()))
     names = [name for name in ("gradient", "activation") if hasattr(config, f"{name}_checkpointing")]
     assert all(getattr(config, f"{name}_checkpointing_kwargs")["offload"] is True for name in names)
     assert state.activations is None
@@ -568,3 +615,19 @@ def test_what_is_compared_is_of_one_batch(tmp_path, free):
     activations = state_of(trainer).activations
     for layer in decoder_layers(patched_core(trainer.model)):
         assert layer._fastlm.products == 2 * activations.tokens * 96 * 4 < layer._fastlm.kept
+
+
+def test_a_batch_of_embeddings_that_does_not_fit_is_done_again(tmp_path, monkeypatch, capsys):
+    model = runs.model("llama", num_hidden_layers=3)
+    model.get_base_model()._fastlm_checkpointing = "fastlm"
+    generator = torch.Generator().manual_seed(1)
+
+    def collate(examples: list[dict[str, Any]]) -> dict[str, Any]:
+        labels = torch.tensor([example["labels"] for example in examples])
+        embeddings = torch.randn(*labels.shape, 64, generator=generator)
+        return {"inputs_embeds": embeddings, "attention_mask": torch.ones_like(labels), "labels": labels}
+
+    TooMuch(monkeypatch, 4, False)
+    config = runs.config(tmp_path, per_device_train_batch_size=2, remove_unused_columns=False)
+    runs.trainer(model, runs.rows((100,) * 4), config, data_collator=collate).train()
+    assert "keeping layer inputs was too much for a batch of 200 tokens" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
-from bitsandbytes.optim import AdamW, AdamW8bit, Lion8bit, PagedAdamW8bit
+from bitsandbytes.optim import AdamW, AdamW8bit, Lion8bit, PagedAdamW8bit, PagedAdamW32bit
 from peft import LoraConfig
 from torch import nn
 
@@ -19,8 +19,8 @@ from fastlm.training.optimizers import shorten_walks, without_stops
 from ..tiny import add_lora, tiny_model
 from . import runs
 
-# whole blocks of 256; a broken last block; below min_8bit_size, so with float32 states; transposed
-SHAPES = ((16, 64), (64, 16), (100, 256), (7, 64), (64,), (300,), (4096, 2), (8, 1024), (33, 128))
+# whole blocks of 256; a broken last block; below min_8bit_size, so with float32 states; transposed; large: paged
+SHAPES = ((16, 64), (64, 16), (100, 256), (7, 64), (64,), (300,), (4096, 2), (8, 1024), (33, 128), (400, 256))
 QUANTISED = "__bnb_optimizer_quant_state__"
 
 
@@ -91,22 +91,82 @@ def places(ours: Any, bucket: Any) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_steps_are_bitsandbytes_own_to_the_bit(dtype: torch.dtype, kind: Any) -> None:
     together = compare_runs(dtype, "cpu", kind)
-    assert together[0] == together[5] == [[(16, 64), (100, 256)], [(7, 64), (64,)], [(4096, 2), (8, 1024)]]
-    assert together[7] == [[(4096, 2), (8, 1024)]]  # after loading: what is in step
+    large = [(4096, 2), (8, 1024), (400, 256)]
+    assert together[0] == together[5] == [[(16, 64), (100, 256)], [(7, 64), (64,)], large]
+    assert together[7] == [large]  # after loading: what is in step
+
+
+@pytest.fixture
+def paging(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Has bitsandbytes page states on a CPU too, and notes what it would ask of a GPU."""
+    done: list[Any] = []
+    functional, theirs = bitsandbytes.functional, bitsandbytes.optim.optimizer
+
+    def buffer(self: Any, p: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        made = torch.zeros_like(p, dtype=dtype)
+        made.is_paged = self.is_paged and p.numel() >= 1e5
+        return made
+
+    def noted(name: str, update: Any) -> Any:
+        def run(optimizer_name: str, g: Any, p: torch.Tensor, state1: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            done.append(("update", p.numel()))
+            return update(optimizer_name, g, p, state1, *args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(theirs.Optimizer8bit, "get_state_buffer", buffer)
+    monkeypatch.setattr(functional, "prefetch_tensor", lambda tensor: done.append(("fetch", tensor.numel())))
+    monkeypatch.setattr(theirs, "sync_gpu", lambda parameter: done.append("wait"))
+    for name in ("optimizer_update_8bit_blockwise", "optimizer_update_32bit"):
+        monkeypatch.setattr(functional, name, noted(name, getattr(functional, name)))
+    return done
+
+
+@pytest.mark.parametrize("kind", [PagedAdamW8bit, PagedAdamW32bit])
+def test_paged_steps_are_bitsandbytes_own_to_the_bit(kind: Any, paging: list[Any]) -> None:
+    together = compare_runs(torch.bfloat16, "cpu", kind)
+    assert not any((400, 256) in bucket for step in together for bucket in step) and len(together[0]) > 1
+
+
+def test_paged_states_are_fetched_and_waited_for_once(paging: list[Any]) -> None:
+    made = [nn.Parameter(torch.zeros(64, 64)) for _ in range(3)] + [
+        nn.Parameter(torch.zeros(400, 256 + i)) for i in (0, 1)
+    ]
+    for ours in (False, True):
+        one = PagedAdamW8bit(made)
+        if ours:
+            without_stops(one)
+        for parameter in made:
+            parameter.grad = torch.ones_like(parameter)
+        paging.clear()
+        one.step()
+        large = [("fetch", 102_400)] * 2 + [("update", 102_400)], [("fetch", 102_800)] * 2 + [("update", 102_800)]
+        if ours:
+            assert paging == [("update", 3 * 4096), *large[0], *large[1], "wait"]
+            for parameter in made[3:]:
+                parameter.grad = None
+            paging.clear()
+            one.step()
+            assert paging == [("update", 3 * 4096)]  # nothing that the host could read
+        else:
+            small = [("update", 4096), "wait"] * 3
+            assert paging == [*small, *large[0], "wait", *large[1], "wait", "wait"]
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", [AdamW8bit, PagedAdamW8bit, PagedAdamW32bit])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_steps_are_bitsandbytes_own_to_the_bit_on_a_gpu(dtype: torch.dtype) -> None:
-    compare_runs(dtype, "cuda", AdamW8bit)
+def test_steps_are_bitsandbytes_own_to_the_bit_on_a_gpu(dtype: torch.dtype, kind: Any) -> None:
+    compare_runs(dtype, "cuda", kind)
 
 
 @pytest.mark.gpu
-def test_a_step_makes_the_gpu_wait_for_nothing() -> None:
+@pytest.mark.parametrize("kind, waits", [(AdamW8bit, 0), (PagedAdamW8bit, 1)])
+def test_a_step_makes_the_gpu_wait_for_nothing(kind: Any, waits: int) -> None:
     counts = []
     for ours in (False, True):
         made = parameters(torch.bfloat16, "cuda")
-        one = optimiser(made, ours)
+        one = optimiser(made, ours, kind)
         for step in range(3):
             give_gradients((made,), step)
             if step < 2:
@@ -115,7 +175,7 @@ def test_a_step_makes_the_gpu_wait_for_nothing() -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             one.step()
         counts.append(sum(event.name == "cudaDeviceSynchronize" for event in profile.events()))
-    assert counts[0] >= len(SHAPES) and counts[1] <= 1  # the profiler's own, when it stops
+    assert counts[0] >= len(SHAPES) and counts[1] <= waits + 1  # the profiler's own, when it stops
 
 
 @pytest.mark.gpu
@@ -191,9 +251,9 @@ def test_only_this_instance_and_only_bitsandbytes() -> None:
     before = AdamW8bit.step
     ours = optimiser(made, True)
     assert AdamW8bit.step is before and "step" not in vars(optimiser(made, False))
-    for other in (torch.optim.AdamW(made), PagedAdamW8bit(made)):
-        without_stops(other)
-        assert "step" not in vars(other)
+    other = torch.optim.AdamW(made)
+    without_stops(other)
+    assert "step" not in vars(other)
 
     class Mine(AdamW):
         pass
@@ -208,6 +268,31 @@ def test_only_this_instance_and_only_bitsandbytes() -> None:
 
 
 # --- in a trainer
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit"])
+def test_out_of_memory_in_a_step_says_what_takes_less(tmp_path: Any, monkeypatch: Any, optim: str) -> None:
+    def too_much(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory (a test)")
+
+    model = runs.model()
+    one = runs.trainer(model, runs.rows(), runs.config(tmp_path, optim=optim))
+    where = bitsandbytes.optim.optimizer.Optimizer2State if optim == "adamw_8bit" else torch.optim.AdamW
+    monkeypatch.setattr(where, "update_step" if optim == "adamw_8bit" else "_init_group", too_much)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        one.train()
+    (note,) = caught.value.__notes__
+    assert note.startswith("fastlm: the optimiser's step was too much") and "paged_adamw_8bit" in note
+
+
+def test_out_of_memory_elsewhere_is_not_the_optimisers(tmp_path: Any, monkeypatch: Any) -> None:
+    class Full(runs.TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory (a test)")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        runs.trainer(runs.model(), runs.rows(), runs.config(tmp_path), callbacks=[Full()]).train()
+    assert not hasattr(caught.value, "__notes__")
 
 
 def trained(tmp_path: Any, **given: Any) -> Any:

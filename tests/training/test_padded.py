@@ -15,12 +15,17 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )  # fmt: skip
 
 import fastlm
 from fastlm.models import head
+from fastlm.models.checkpointing import policy_of
 from fastlm.models.padding import PaddedLayout, call_layout
+from fastlm.models.patch import decoder_layers, patched_core
+from fastlm.training import memory
+from fastlm.training.legacy import given_fields
 
 from ..tiny import add_lora, tiny_config, tiny_tokenizer
 from . import runs
@@ -64,8 +69,9 @@ def quiet(**given: Any) -> dict[str, Any]:
 def step(trainer_class: Any, args: Any, model: Any, data: Any, **given: Any) -> tuple[Any, list[dict[str, Any]], Seen]:
     """(trainer, gradients of every step, shapes) of a training run."""
     recorder, seen = runs.Recorder(), Seen(model)
+    callbacks = [recorder, *given.pop("also", [])]
     trainer = trainer_class(
-        model=model, args=args, train_dataset=data, processing_class=tiny_tokenizer(), callbacks=[recorder], **given
+        model=model, args=args, train_dataset=data, processing_class=tiny_tokenizer(), callbacks=callbacks, **given
     )
     trainer.train()
     return trainer, recorder.gradients, seen
@@ -344,3 +350,84 @@ def test_other_models_get_the_batch_as_it_was(tmp_path: Any) -> None:
     data = Dataset.from_list(runs.rows())
     trainer = Trainer(runs.model(patched=False), TrainingArguments(str(tmp_path), **quiet()), padding_collator(), data)
     assert set(next(iter(trainer.get_train_dataloader()))) == {"input_ids", "attention_mask", "labels"}
+
+
+class Policies(TrainerCallback):
+    """Of the layers, in a step."""
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        core = patched_core(kwargs["model"])
+        self.seen = [policy_of(layer, core._fastlm_model.offload.on) for layer in decoder_layers(core)]
+
+
+R, K = ["recompute"] * 2, ["keep"] * 2
+OURS = " (keeping what fits is SFTTrainer's)"
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, trl.DPOTrainer])
+@pytest.mark.parametrize(("setting", "given", "expected", "said"), [
+    ("recompute", {}, R, "recomputed: use_gradient_checkpointing='recompute'"),
+    ("offload", {}, ["offload"] * 2, "recomputed from inputs in host memory: use_gradient_checkpointing='offload'"),
+    ("fastlm", {}, R, f"recomputed: use_gradient_checkpointing='fastlm'{OURS}"),
+    (True, {}, R, f"recomputed: use_gradient_checkpointing=True{OURS}"),
+    (False, {}, K, "kept: use_gradient_checkpointing=False"),
+    ("offload", {"gradient_checkpointing": True}, ["offload"] * 2,
+     "recomputed from inputs in host memory: gradient_checkpointing=True"),
+    ("offload", {"gradient_checkpointing": False}, K, "kept: gradient_checkpointing=False"),
+    (False, {"gradient_checkpointing": True}, R, f"recomputed: gradient_checkpointing=True{OURS}"),
+])  # fmt: skip
+def test_every_trainer_recomputes_as_the_model_was_loaded(
+    tmp_path, capsys, trainer_class, setting, given, expected, said
+):
+    """The same bits as with all kept; and the user's own arguments stay as they are."""
+    plain = trainer_class is Trainer
+    ids = [{"input_ids": list(range(5, 14)), "labels": list(range(5, 14))} for _ in range(4)]
+    data = ids if plain else preferences()
+    results = []
+    for own, options in ((setting, given), (False, {"gradient_checkpointing": False})):
+        model = runs.model("llama")
+        core = patched_core(model)
+        core._fastlm_checkpointing = own
+        if own is False:
+            getattr(core, "activation_checkpointing_enable", core.gradient_checkpointing_enable)()  # an earlier trainer
+        args = (TrainingArguments if plain else trl.DPOConfig)(str(tmp_path), use_cpu=True, **quiet(**options))
+        before, policies = args.to_dict(), Policies()
+        capsys.readouterr()
+        _, gradients, _ = step(trainer_class, args, model, data, also=[policies])
+        assert args.to_dict() == before
+        results.append((gradients, policies.seen, capsys.readouterr().out))
+    (gradients, seen, out), (kept, all_kept, _) = results
+    assert seen == expected and all_kept == K
+    assert out.count("fastlm: activations are ") == 1 and f"fastlm: activations are {said}\n" in out
+    assert len(gradients) == len(kept) == 1 and gradients[0].keys() == kept[0].keys() and gradients[0]
+    assert all(torch.equal(gradients[0][name], kept[0][name]) for name in kept[0])
+
+
+def test_a_model_without_a_setting_follows_the_arguments(tmp_path, capsys):
+    ids = [{"input_ids": list(range(5, 14)), "labels": list(range(5, 14))} for _ in range(4)]
+    for given, expected in ((True, R), (False, K)):
+        args = TrainingArguments(str(tmp_path), use_cpu=True, **quiet(gradient_checkpointing=given))
+        step(Trainer, args, runs.model("llama"), ids, also=[policies := Policies()])
+        assert policies.seen == expected
+    args.fsdp_config = {"activation_checkpointing": True}  # recomputes by itself
+    (model := runs.model("llama")).get_base_model()._fastlm_checkpointing = "recompute"
+    assert not Trainer(model, args).args.gradient_checkpointing
+    assert "activations are" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["DPO", "KTO", "Reward", "GRPO", "RLOO", "Distillation"])
+def test_an_explicit_value_that_is_the_default_is_known(tmp_path, name):
+    config = getattr(trl, f"{name}Config")
+    for given in ({}, {"gradient_checkpointing": True}):
+        found = given_fields(config(str(tmp_path), bf16=False, **given))
+        assert ("gradient_checkpointing" in found) == bool(given)
+
+
+def test_torch_is_not_told_of_offloading(tmp_path, monkeypatch):
+    """TRL's trainers pass the options on when they have had layers kept for a while."""
+    args = trl.DPOConfig(str(tmp_path), bf16=False)
+    monkeypatch.setattr(type(args), "device", torch.device("cuda", 0))
+    core = patched_core(runs.model("llama"))
+    core._fastlm_checkpointing = "offload"
+    memory.settle_checkpointing(args, core, frozenset())
+    assert args.gradient_checkpointing and not args.gradient_checkpointing_kwargs

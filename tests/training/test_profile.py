@@ -36,6 +36,7 @@ def test_steps_after_warm_up_are_profiled(tmp_path: Any, steps: int, profiled: i
     assert len(updates) == profiled
     kernels = watch.profile.kernels
     assert len(kernels) == 10 and all(a["ms"] >= b["ms"] for a, b in pairwise(kernels))
+    assert all("#" not in one["name"] and "ProfilerStep" not in one["name"] for one in kernels)  # no annotations
     assert 0 < sum(one["share"] for one in kernels) < 1 and watch.profile.host_bound is None
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PhiConfig
 
 import fastlm
+from fastlm.models.adapters import adapter_ranks
 from fastlm.models.checkpointing import recompute
 from fastlm.models.patch import patched_core
+from fastlm.models.twin import twin_of
 from fastlm.training import report
+from fastlm.training.costs import OPTIMISERS, step_costs
+from fastlm.training.profile import StepProfiler
 from fastlm.training.report import TrainingReport, attended_pairs, count_operations
 
 from ..tiny import add_lora, tiny_model
@@ -218,9 +224,111 @@ def test_padded_batches_are_not_guessed(tmp_path: Any, monkeypatch: Any, capsys:
     assert not FACTS & seen.logs[-1].keys() and "steps counted" not in capsys.readouterr().out
 
 
+def profiled(tmp_path: Any, monkeypatch: Any, **given: Any) -> tuple[Any, Seen]:
+    """As watched, with a profiler whose export takes a thousand seconds, and whose steps take ten."""
+    trainer, seen = watched(tmp_path, monkeypatch, **given)
+
+    class Slow(StepProfiler):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            seen.clock.time += 10 * self.slows_next
+
+        def _keep(self, profiler: Any) -> None:
+            super()._keep(profiler)
+            seen.clock.time += 1000
+
+    trainer.add_callback(Slow(tmp_path / "trace"))
+    return trainer, seen
+
+
+@pytest.mark.parametrize("options", [{}, EVALUATES | SAVES])
+def test_profiled_steps_are_not_counted(tmp_path: Any, monkeypatch: Any, options: dict[str, Any]) -> None:
+    """Of ten, the fourth warms up, three are profiled; the first compiles."""
+    trainer, seen = profiled(tmp_path, monkeypatch, max_steps=10, per_device_train_batch_size=1, **options)
+    trainer.train()
+    lengths = [runs.LENGTHS[(step - 1) % 8] for step in (2, 3, 8, 9, 10)]
+    assert seen.logs[-1]["valid_tokens_per_second"] == sum(lengths) / 5
+    assert (tmp_path / "trace" / "trace.json").exists()
+
+
+def test_a_run_that_is_profiled_throughout_tells_no_speed(tmp_path: Any, monkeypatch: Any, capsys: Any) -> None:
+    trainer, seen = profiled(tmp_path, monkeypatch, max_steps=3)
+    trainer.train()
+    assert not FACTS & seen.logs[-1].keys() and "steps counted" not in capsys.readouterr().out
+
+
+def counts_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_counted", lambda trainer, devices: True)
+
+
+def full_model() -> Any:
+    """Which trains all weights, as the loader leaves it."""
+    model = runs.model(lora=False)
+    patched_core(model)._fastlm_full_finetuning = True
+    return model
+
+
+@pytest.mark.parametrize("optim, full", [*((name, False) for name in OPTIMISERS), ("adamw_8bit", True)])
+def test_the_peak_is_what_costs_count(tmp_path: Any, monkeypatch: Any, optim: str, full: bool) -> None:
+    counts_on_a_cpu(monkeypatch)
+    monkeypatch.setattr(bitsandbytes.optim.GlobalOptimManager, "_instance", None)  # the embedding's settings stay there
+    model = full_model() if full else runs.model()
+    core = patched_core(model)
+    args = runs.config(tmp_path, max_steps=4, per_device_train_batch_size=2, optim=optim,
+                       gradient_accumulation_steps=2, gradient_checkpointing=False, bf16=False)  # fmt: skip
+
+    class Lean(runs.TrainerCallback):
+        """From the third step on, which has the largest micro-batch, but not the largest of bytes."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            for layer in core.model.layers:
+                layer.mlp._fastlm.products_kept = state.global_step < 2
+
+    trainer = runs.trainer(model, runs.rows(), args, callbacks=[Lean()])
+    lengths = iter([(5, 12), (3, 9), (60, 7), (588, 2), (600, 4), (1, 2), (5, 5), (5, 5)])
+    trainer._get_train_sampler = lambda *given: None
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: collate(runs.rows(next(lengths, (2, 2))))
+    metrics = trainer.train().metrics
+    costs = step_costs(
+        twin_of(core.config, core.dtype), adapter_ranks(core), full=full, optimiser=optim, accumulates=True
+    )
+    kept, lean = (sum(costs.worst_moment(*met).values()) for met in (("keep", 590), ("lean", 604)))
+    assert metrics["predicted_peak_gib"] == kept / 2**30 and kept > lean
+
+
+@pytest.mark.parametrize("case", [
+    "a CPU", "optimiser", "the user's optimiser", "loss", "stock layer", "graphs", "dropout", "more trained", "padded",
+    "padded and profiled",
+])  # fmt: skip
+def test_what_is_not_counted_is_not_guessed(tmp_path: Any, monkeypatch: Any, case: str) -> None:
+    if case != "a CPU":
+        counts_on_a_cpu(monkeypatch)
+    made = tiny_model()
+    kwargs = {"dropout": {"lora_dropout": 0.1}, "more trained": {"modules_to_save": ["lm_head"]}}.get(case, {})
+    model = add_lora(made, **kwargs)
+    fastlm.patch(model)
+    given: dict[str, Any] = {"the user's optimiser": {"optimizers": (torch.optim.SGD(model.parameters()), None)}}.get(
+        case, {}
+    )
+    if case == "loss":
+        given["compute_loss_func"] = lambda outputs, labels, num_items_in_batch=None: outputs.logits.mean()
+    config = {"optimiser": {"optim": "adafactor"}, "padded": {"padding_free": False}}.get(case.split(" and ")[0], {})
+    trainer = runs.trainer(model, runs.rows(), runs.config(tmp_path, max_steps=2, **config), **given)
+    if case == "padded and profiled":
+        trainer.add_callback(StepProfiler(tmp_path))
+    if case == "stock layer":
+        patched_core(model)._fastlm_model.report.stock["model.layers.1.mlp"] = "a test"
+    if case == "graphs":
+        monkeypatch.setattr(report, "state_of", lambda trainer: SimpleNamespace(own_head=True, graphs=object()))
+    metrics = trainer.train().metrics
+    assert "train_runtime" in metrics and "predicted_peak_gib" not in metrics
+
+
 def test_the_lines() -> None:
     facts = {"peak_memory_gib": 71.25, "layers_keep": 3, "layers_recompute": 5}
     assert report._lines(facts, 5) == ["peak memory 71.2 GiB; activations: keep x 3, recompute x 5"]
+    facts = {"peak_memory_gib": 71.0, "predicted_peak_gib": 70.57, "layers_keep": 3}
+    assert report._lines(facts, 5) == ["peak memory 71.0 GiB (counted 70.6); activations: keep x 3"]
     facts = {"valid_tokens_per_second": 1234.0, "padding_avoided": 0.25}
     assert report._lines(facts, 5, 2) == ["5 steps counted: 1,234 valid tokens/s a GPU, 25% padding avoided"]
     rates = {"tflops_per_second": 601.23, "tflops_per_second_spent": 640.0, "mfu": 0.608, "floor_share": 0.911}
@@ -243,3 +351,18 @@ def test_on_a_gpu(tmp_path: Any) -> None:
     bare = report._bare_tflops(patched_core(trainer.model), 512, torch.bfloat16)
     assert torch.equal(torch.cuda.get_rng_state(), before)
     assert bare is not None and bare > facts["tflops_per_second"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit"])
+def test_the_peak_on_a_gpu(tmp_path: Any, capsys: Any, optim: str) -> None:
+    """Of a model that is large enough for what is constant to be little."""
+    size = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, max_position_embeddings=8192)
+    heads = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=128)
+    model = add_lora(tiny_model(dtype=torch.bfloat16, **size, **heads).cuda(), dtype=torch.float32, r=64)
+    fastlm.patch(model)
+    patched_core(model)._fastlm_cuda_graphs = False
+    args = runs.config(tmp_path, max_steps=4, bf16=True, optim=optim, max_length=None)
+    facts = runs.trainer(model, runs.rows((6000, 5000, 7000, 8000)), args).train().metrics
+    assert facts["predicted_peak_gib"] == pytest.approx(facts["peak_memory_gib"], rel=0.1)
+    assert f"(counted {facts['predicted_peak_gib']:.1f})" in capsys.readouterr().out

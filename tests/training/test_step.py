@@ -48,7 +48,7 @@ def test_metrics_equal_trl_on_the_same_padded_batches(logging_steps: int, tmp_pa
 def test_a_trained_head_takes_three_products(
     padding_free: bool, loss_type: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its gradient is formed with the loss; only where the weight of a row is not known before are logits made again."""
+    """Its gradient is formed with the loss; logits are made again only where a row's weight is not known before."""
     passes = []
     rows = linear_cross_entropy._linear_cross_entropy_rows
     monkeypatch.setattr(
