@@ -12,12 +12,16 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .models.patch import attention_backends
+
 __all__ = [
-    "HUB_KEYWORDS", "PROJECTIONS", "check_adapted", "check_checkpointing", "lora_keywords", "model_keywords",
-    "nearest", "resolve_saved_modules", "resolve_targets", "set_config_keywords", "shares_a_table",
+    "HUB_KEYWORDS", "PROJECTIONS", "check_adapted", "check_attention_backend", "check_checkpointing",
+    "check_same_adapter", "lora_keywords", "model_keywords", "nearest", "resolve_saved_modules", "resolve_targets",
+    "set_config_keywords", "shares_a_table",
 ]  # fmt: skip
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -110,6 +114,15 @@ def check_checkpointing(value: Any) -> bool | str:
     return "fastlm" if value == "unsloth" else str(value)
 
 
+def check_attention_backend(backend: str, config: Any, dtype: torch.dtype, on_gpu: bool) -> None:
+    """ValueError for a backend of attention that is unknown or cannot serve such a model here; reads no weights."""
+    heads = getattr(config, "num_attention_heads", None)
+    if heads:  # else patch says that the model has nothing to use it
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        softcap = getattr(config, "attn_logit_softcapping", None)
+        attention_backends(torch.device("cuda" if on_gpu else "cpu"), dtype, head_dim, backend, softcap=softcap)
+
+
 def resolve_targets(model: PreTrainedModel, targets: Any) -> list[str] | str:
     """LoRA targets as PEFT takes them, checked against the modules of ``model``.
 
@@ -163,6 +176,19 @@ def check_adapted(model: nn.Module, targets: list[str] | str) -> None:
                 f"PEFT added no adapter for {target!r} of target_modules; leave it out, or name the weights "
                 "of fused experts in target_parameters"
             )
+
+
+def check_same_adapter(model: Any, r: int, lora_alpha: float, target_modules: Any) -> None:
+    """ValueError unless the adapter that the model has is the one asked for."""
+    config = model.peft_config[model.active_adapter]
+    asked: dict[str, Any] = {"r": r, "lora_alpha": lora_alpha}
+    if target_modules is not None and target_modules is not PROJECTIONS:
+        asked["target_modules"] = target_modules if isinstance(target_modules, str) else set(target_modules)
+    differing = {name: new for name, new in asked.items() if getattr(config, name) != new}
+    if differing:
+        what = ", ".join(f"{name} {getattr(config, name)} (not {new})" for name, new in differing.items())
+        raise ValueError(f"this model has an adapter already, with {what}; load its base to add another")
+    print("fastlm: the model has this adapter already; it is trained further")
 
 
 def resolve_saved_modules(model: PreTrainedModel, modules: Any) -> list[str] | None:

@@ -65,6 +65,7 @@ class FastLanguageModel:
         use_gradient_checkpointing: bool | str = _CHECKPOINTING,
         random_state: int = 3407,
         cuda_graphs: bool = True,
+        attention_backend: str | None = None,
         **transformers_kwargs: Any,
     ) -> tuple[Any, Any]:
         """Load a causal LM and its tokenizer, ready for training.
@@ -84,6 +85,8 @@ class FastLanguageModel:
         random_state: accepted for older scripts; nothing is random in loading.
         cuda_graphs: run SFTTrainer's LoRA steps as CUDA graphs where they have so few tokens that the GPU waits
             for the host; they say so when they begin.
+        attention_backend: what computes attention over packed and padding-free batches, see ``fastlm.patch``. None:
+            the fastest that can. ``attn_implementation`` is transformers' own, for padded batches and generation.
         transformers_kwargs: to transformers' ``from_pretrained``, or attributes of the model's configuration.
 
         Returns (model, tokenizer). The tokenizer has a pad token that is not its end of sequence.
@@ -137,6 +140,8 @@ class FastLanguageModel:
             loader_keywords |= quantisation_keywords(in_4bit, load_in_8bit, dtype)
         if on_gpu and not trust_remote_code:
             check_room(str(model_name), config, dtype, device_map, loader_keywords.get("quantization_config"))
+        if attention_backend is not None:
+            kw.check_attention_backend(attention_backend, config.get_text_config(), dtype, on_gpu)
         if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None:
             loader_keywords.setdefault("attn_implementation", "eager")  # stock SDPA leaves the cap out
 
@@ -170,7 +175,7 @@ class FastLanguageModel:
         model._fastlm_full_finetuning = full_finetuning
         model._fastlm_cuda_graphs = cuda_graphs
         _offer_merging(model)
-        patch(model)
+        patch(model, attention_backend=attention_backend)
         if adapter_base is not None:
             from peft import PeftModel
 
@@ -237,7 +242,8 @@ class FastLanguageModel:
             print("fastlm: full_finetuning trains every weight; no LoRA is added")
             return model
         if isinstance(model, PeftModel):
-            return _same_adapter(model, r, lora_alpha, target_modules)
+            kw.check_same_adapter(model, r, lora_alpha, target_modules)
+            return model
         if any(isinstance(module, BaseTunerLayer) for module in core.modules()):
             raise ValueError(
                 "adapters are in this model already, from an earlier call: go on with what that call returned, "
@@ -369,20 +375,6 @@ def _keep_4bit_layout(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-
-
-def _same_adapter(model: Any, r: int, lora_alpha: float, target_modules: Any) -> Any:
-    """The model, if the adapter that it has is the one asked for; else a ValueError."""
-    config = model.peft_config[model.active_adapter]
-    asked: dict[str, Any] = {"r": r, "lora_alpha": lora_alpha}
-    if target_modules is not None and target_modules is not kw.PROJECTIONS:
-        asked["target_modules"] = target_modules if isinstance(target_modules, str) else set(target_modules)
-    differing = {name: new for name, new in asked.items() if getattr(config, name) != new}
-    if differing:
-        what = ", ".join(f"{name} {getattr(config, name)} (not {new})" for name, new in differing.items())
-        raise ValueError(f"this model has an adapter already, with {what}; load its base to add another")
-    print("fastlm: the model has this adapter already; it is trained further")
-    return model
 
 
 def _save_pretrained_merged(model: Any, path: Any, tokenizer: Any = None, save_method: str = "merged_16bit") -> None:

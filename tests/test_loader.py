@@ -56,7 +56,7 @@ def test_signatures_are_the_published_ones() -> None:
     assert names == [
         "model_name", "max_seq_length", "dtype", "load_in_4bit", "load_in_8bit", "full_finetuning", "token",
         "device_map", "rope_scaling", "trust_remote_code", "revision", "use_gradient_checkpointing",
-        "random_state", "cuda_graphs", "transformers_kwargs",
+        "random_state", "cuda_graphs", "attention_backend", "transformers_kwargs",
     ]  # fmt: skip
     parameters = inspect.signature(FastLanguageModel.get_peft_model).parameters
     assert list(parameters) == [
@@ -189,6 +189,33 @@ def test_four_bits_on_a_cpu_and_a_checkpoint_that_is_quantised_already(
 def test_bad_options_say_what_is_wrong(folder: str, keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FastLanguageModel.from_pretrained(folder, **keywords)
+
+
+def test_a_backend_of_attention_is_kept_through_lora_and_apart_from_transformers_own(folder: str) -> None:
+    model, _ = FastLanguageModel.from_pretrained(folder, attention_backend="eager", attn_implementation="sdpa")
+    assert model.config._attn_implementation == "sdpa"
+    model = FastLanguageModel.get_peft_model(model, r=2, use_gradient_checkpointing=False)
+    assert fastlm.report(model).backends == {"attention": "eager (asked for)"}
+    plain, _ = FastLanguageModel.from_pretrained(folder, attn_implementation="eager")
+    assert plain.config._attn_implementation == "eager"
+    assert fastlm.report(plain).backends["attention"].startswith("sdpa (flash4, varlen")
+
+
+@pytest.mark.parametrize(
+    ("family", "backend", "message"),
+    [
+        ("llama", "sdap", "unknown attention backend 'sdap'; there are flash4"),
+        ("llama", "triton", "'triton' needs a CUDA GPU"),
+        ("gemma2", "sdpa", "'sdpa' takes no softcap"),
+    ],
+)
+def test_a_backend_of_attention_that_cannot_run_is_refused_before_weights_are_read(
+    family: str, backend: str, message: str, tmp_path: Path
+) -> None:
+    folder = save(tmp_path, family)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=message):
+        FastLanguageModel.from_pretrained(folder, attention_backend=backend)
 
 
 def test_length_left_out_stays_within_the_model(folder: str) -> None:

@@ -6,7 +6,7 @@ replaces the parameters around each forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from ..kernels.lora import Projection
 from ..kernels.nf4 import NF4Weight
 
 __all__ = [
-    "adapter_obstacle", "adapter_ranks", "fusable", "global_hooks", "has_hooks", "is_adapted", "is_class_forward",
-    "is_ours", "runs_hooks",
+    "adapter_limits", "adapter_ranks", "autocast_dtype", "fusable", "global_hooks", "has_hooks", "is_adapted",
+    "is_class_forward", "is_ours", "runs_hooks",
 ]  # fmt: skip
 
 
@@ -81,23 +81,84 @@ def is_adapted(module: nn.Module) -> bool:
 
 def fusable(x: Tensor, modules: Sequence[nn.Module]) -> list[Projection] | None:
     """The projections of these modules if one function can run them all on x and one has an adapter; else None."""
-    if torch.compiler.is_compiling() or global_hooks():
+    if torch.compiler.is_compiling():
         return None
     autocast = torch.is_autocast_enabled(x.device.type)
     dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
     projections = []
-    for module in modules:
-        projection = _projection(module, dtype, autocast, x.dtype, module.training)
+    for module, projection in zip(modules, _verdicts(modules, dtype, autocast, x.dtype), strict=True):
         if isinstance(projection, str) or module.weight.device != x.device:
             return None
         projections.append(projection)
     return projections if any(projection.a is not None for projection in projections) else None
 
 
-def adapter_obstacle(module: nn.Module, dtype: torch.dtype) -> str | None:
-    """Why an adapted projection of a model of this dtype trains by PEFT's own forward, or None where it is fused."""
-    projection = _projection(module, dtype, True, dtype, training=True)
-    return projection if isinstance(projection, str) else None
+def adapter_limits(
+    layer: nn.Module, groups: Sequence[Sequence[str]], dtype: torch.dtype
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Which adapted projections of a layer in a model of this dtype train by PEFT's own forward, and which at times.
+
+    groups: names of the projections that are fused together or not at all. Returns child -> why it is never fused, and
+    child -> "lora under autocast only" or without it; "" -> why a gated MLP does not run as one function.
+    """
+    modes = [(dtype, False), (autocast_dtype(dtype, next(layer.parameters()).device), True)]
+    without, under = [_obstacles(layer, groups, *mode, dtype) for mode in modes]
+    never = {child: why for child, why in under.items() if why is not None and without[child] is not None}
+    limits = {
+        child: f"lora {'under' if why is None else 'without'} autocast only"
+        for child, why in under.items()
+        if (why is None) != (without[child] is None)
+    }
+    if ("gate_proj", "up_proj") in groups:  # one function with down_proj, or else two
+        whole = [[child for group in groups for child in group]]
+        for parts, mode in zip((without, under), modes, strict=True):
+            for child, why in _obstacles(layer, whole, *mode, dtype).items():
+                if why is not None and parts[child] is None:
+                    limits[""] = f"mlp in parts: {why}"
+    return never, limits
+
+
+def autocast_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """In what a model of this dtype computes where a trainer switches autocast on."""
+    if dtype != torch.float32:
+        return dtype
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    return torch.float16 if old else torch.bfloat16
+
+
+def _obstacles(
+    layer: nn.Module, groups: Sequence[Sequence[str]], dtype: torch.dtype, autocast: bool, x_dtype: torch.dtype
+) -> dict[str, str | None]:
+    """Why each adapted projection of a layer trains by PEFT's own forward; None where it is fused.
+
+    The first group reads x_dtype, later ones what products in dtype made.
+    """
+    obstacles = {}
+    for names in groups:
+        modules = [getattr(layer, name) for name in names]
+        verdicts = dict(zip(names, _verdicts(modules, dtype, autocast, x_dtype, training=True), strict=True))
+        faults = {name: found for name, found in verdicts.items() if isinstance(found, str)}
+        shared = next((f"{name} cannot be fused: {reason}" for name, reason in faults.items()), None)
+        for name, module in zip(names, modules, strict=True):
+            if is_adapted(module):
+                alone = None if getattr(verdicts[name], "a", None) is not None else "its adapter is merged or disabled"
+                obstacles[name] = faults.get(name, shared or alone)
+        x_dtype = dtype
+    return obstacles
+
+
+def _verdicts(
+    modules: Sequence[nn.Module], dtype: torch.dtype, autocast: bool, x_dtype: torch.dtype, training: bool = False
+) -> Iterator[Projection | str]:
+    """Each module as what a fused function takes, or why it cannot be; with training, as if it were in training."""
+    for module in modules:
+        if global_hooks():
+            yield "a hook on every module would be skipped"
+        else:
+            yield _projection(module, dtype, autocast, x_dtype, training or module.training)
+
+
+_INT8 = "bitsandbytes' int8 product rounds activations too: a dense one would give other numbers"
 
 
 def _projection(
@@ -108,6 +169,8 @@ def _projection(
     base, a, b, scale = module, None, None, 1.0
     if is_adapted(module):
         method = type(module).__module__.removeprefix("peft.tuners.").partition(".")[0]
+        if method == "lora" and type(module).__name__ == "Linear8bitLt":
+            return _INT8
         if method != "lora" or type(module).__name__ not in ("Linear", "Linear4bit"):
             return f"adapter layer of type {method}.{type(module).__name__}"
         base = module.base_layer
@@ -156,7 +219,11 @@ def _adapter(module: Any, dtype: torch.dtype, autocast: bool, training: bool) ->
 
 
 def _frozen_weight(base: Any, dtype: torch.dtype, x_dtype: torch.dtype) -> Tensor | NF4Weight | str:
-    weight = base.weight
+    weight = getattr(base, "weight", None)
+    if type(base).__name__ == "Linear8bitLt":
+        return _INT8
+    if not isinstance(weight, Tensor):
+        return f"base layer of type {type(base).__name__}"
     if weight.requires_grad:
         return "its base weight is trained"
     if type(base) is nn.Linear:

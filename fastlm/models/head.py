@@ -137,12 +137,18 @@ def _lm_head(model: Any) -> nn.Linear:
 def _score(
     model: Any, hidden: Tensor, targets: Tensor, *, row_weight: Tensor | None = None, **options: Any
 ) -> LinearCrossEntropyOutput:
-    """hidden [N, H] and targets [N] through the model's own head, its softcap included."""
+    """hidden [N, H] and targets [N] through the model's own head, its scale and softcap included."""
     linear = _lm_head(model)
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return linear_cross_entropy(
-        hidden, linear.weight, targets, bias=linear.bias, softcap=softcap, row_weight=row_weight, **options
-    )
+        hidden, linear.weight, targets, bias=linear.bias, softcap=softcap, logit_scale=_logit_scale(model),
+        row_weight=row_weight, **options,
+    )  # fmt: skip
+
+
+def _logit_scale(model: Any) -> float:
+    """What cohere multiplies its logits with."""
+    return getattr(model, "logit_scale", 1.0)
 
 
 def boundaries_from(kwargs: dict[str, Any]) -> SequenceBoundaries | None:
@@ -271,14 +277,14 @@ def _mean_logits(model: Any, rows: Tensor, targets: Tensor, temperature: float) 
         mean = rows.float() @ linear.weight.mean(0, dtype=torch.float32)
         if linear.bias is not None:
             mean = mean + linear.bias.float().mean()
-        return (mean / temperature).masked_fill(targets == -100, 0)
+        return (mean * _logit_scale(model) / temperature).masked_fill(targets == -100, 0)
 
 
 def weighted_sum(per_token: Tensor, boundaries: SequenceBoundaries | None, weights: Tensor | None) -> Tensor:
     """Sum of weight x per_token [B, T - 1]; weights [B, T] or in the boundaries, 1 without."""
-    if boundaries is not None and boundaries.row_weight is not None:
-        boundaries = boundaries_on(boundaries, per_token.device)
-        return (per_token[0].index_select(0, boundaries.label_positions) * boundaries.row_weight).sum()
+    if boundaries is not None and boundaries.row_weight is not None and boundaries.label_positions is not None:
+        positions, own = (x.to(per_token.device) for x in (boundaries.label_positions, boundaries.row_weight))
+        return (per_token[0].index_select(0, positions) * own).sum()
     return (per_token if weights is None else per_token * weights[:, 1:]).sum()
 
 
@@ -376,5 +382,6 @@ def _logits(
         if padded is not None:  # hidden has the real tokens only: a second forward, of the padded call
             return type(model).forward(model, *padded[0], **padded[1]).logits.to(device)
         logits = model.get_output_embeddings()(hidden).to(device)
+        logits = logits if _logit_scale(model) == 1 else logits * _logit_scale(model)
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..kernels.attention import attention
 from ..kernels.glu import glu, glu_packed
+from ..kernels.layer_norm import layer_norm
 from ..kernels.lora import TILE, Rotation, lora_linear, lora_mlp
 from ..kernels.norm_rope import norm_rope
 from ..kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_add, rms_norm_beside
@@ -36,6 +37,8 @@ __all__ = [
     "attention_features",
     "forward_for",
     "layer_patch",
+    "mlp_obstacle",
+    "projection_groups",
 ]
 
 
@@ -61,6 +64,7 @@ class LayerPatch:
 
     kind: "norm", "mlp", "attention", "layer" or "head". form: how the stock code is written (forms.py).
     previous: the instance's own forward that ours replaced, put back by unpatch; None where there was none.
+    backend: of attention over sample boundaries, where the user chose one.
     above_hook: whether that one lay over accelerate's hook, inside of which ours is.
     recomputing: whether a decoder layer runs for its graph alone, in backward (checkpointing.py).
     products: bytes of an MLP's gate and up products in its last call, where its own backward can make them again.
@@ -108,10 +112,27 @@ def activation_name(module: nn.Module) -> str | None:
     return _ACTIVATIONS.get(type(module).__name__)
 
 
+def mlp_obstacle(mlp: Any, form: MLPForm) -> str | None:
+    """Why this MLP runs its class's forward, or None where it runs ours."""
+    activation = getattr(mlp, form.activation)
+    if activation_name(activation) is None:
+        return f"activation {type(activation).__name__} has no kernel"
+    return "a hook on its activation would be skipped" if has_hooks(activation) or global_hooks() else None
+
+
+def projection_groups(form: AttentionForm | MLPForm) -> tuple[tuple[str, ...], ...]:
+    """Names of the projections that read the same input, in the order in which they run."""
+    if isinstance(form, AttentionForm):
+        return (("qkv_proj",) if form.packed else ("q_proj", "k_proj", "v_proj")), ("o_proj",)
+    return (("gate_up_proj",) if form.packed else ("gate_proj", "up_proj")), ("down_proj",)
+
+
 def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
     patch = layer_patch(self)
     if patch is None:
         return type(self).forward(self, hidden_states)
+    if patch.form.centred:
+        return layer_norm(hidden_states, self.weight, getattr(self, patch.form.epsilon))
     return rms_norm(hidden_states, self.weight, **_norm_options(self, patch.form))
 
 
@@ -121,14 +142,14 @@ def _norm_options(norm: Any, form: NormForm) -> dict[str, Any]:
 
 
 def _open_norms(x: Tensor, *norms: Any) -> list[dict[str, Any]] | None:
-    """The options of norms that may be computed as part of something larger; None if one is not ours, has hooks or is
-    not where x is.
+    """The options of norms that may be computed as part of something larger; None if one is not ours, has hooks, is a
+    LayerNorm or not where x is.
     """
     patches = [layer_patch(norm) for norm in norms]
     options = [
         _norm_options(n, p.form)
         for n, p in zip(norms, patches, strict=True)
-        if p is not None and not has_hooks(n) and n.weight.device == x.device
+        if p is not None and not (p.form.centred or has_hooks(n)) and n.weight.device == x.device
     ]
     return options if len(options) == len(norms) and not global_hooks() else None
 
@@ -139,8 +160,9 @@ def _layer_forward(
     """hidden_states [B, T, hidden]; each sum of the residual stream and the norm beside it in one launch."""
     patch = layer_patch(self)
     form: LayerForm | None = None if patch is None else patch.form
-    after_attention = self.post_attention_layernorm
-    norms = [after_attention, self.post_feedforward_layernorm] if form and form.norm_out else [after_attention]
+    norms = [] if form is None or form.parallel else [self.post_attention_layernorm]
+    if form and form.norm_out:
+        norms.append(self.post_feedforward_layernorm)
     options = _open_norms(hidden_states, *norms)
     if form is None or options is None or args:
         return type(self).forward(self, hidden_states, *args, **kwargs)
@@ -156,7 +178,8 @@ def _layer_body(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The layer's output; of a run for its graph alone the two summands, where nobody would read the sum."""
     residual = normed = hidden_states
-    after_attention, before = self.post_attention_layernorm, None
+    after_attention: Any = None if form.parallel else self.post_attention_layernorm
+    before = None
     if form.norm_in and (before := _open_norms(hidden_states, self.input_layernorm)):
         normed, residual = rms_norm_beside(hidden_states, self.input_layernorm.weight, **before[0])
     elif form.norm_in:
@@ -171,8 +194,11 @@ def _layer_body(
         with _reading(self, normed, residual, self.pre_feedforward_layernorm, before) if before else nullcontext():
             out = self.mlp(normed)
         return rms_norm_add(out, residual, self.post_feedforward_layernorm.weight, **options[1])
-    normed, residual = add_rms_norm(attended, residual, after_attention.weight, **options[0])
-    with _reading(self, normed, residual, after_attention, options):
+    if form.parallel:
+        residual = residual + attended
+    else:
+        normed, residual = add_rms_norm(attended, residual, after_attention.weight, **options[0])
+    with nullcontext() if form.parallel else _reading(self, normed, residual, after_attention, options):
         if not self._fastlm.recomputing or has_hooks(self.mlp) or layer_patch(self.mlp) is None:
             return residual + self.mlp(normed)
         return residual, _mlp_forward(self.mlp, normed, output_needed=False)
@@ -200,10 +226,11 @@ def _read(patch: LayerPatch, y: Tensor) -> Iterator[None]:
 
 def _mlp_forward(self: Any, hidden_states: Tensor, output_needed: bool = True) -> Tensor:
     patch = layer_patch(self)
-    activation = None if patch is None else activation_name(getattr(self, patch.form.activation))
-    if patch is None or activation is None or has_hooks(getattr(self, patch.form.activation)) or global_hooks():
+    if patch is None or mlp_obstacle(self, patch.form) is not None:
         return type(self).forward(self, hidden_states)
     form: MLPForm = patch.form
+    activation = activation_name(getattr(self, form.activation))
+    assert activation is not None  # else an obstacle
     if form.packed:
         (gate_up,) = _outputs(hidden_states, self.gate_up_proj)
         return _outputs(glu_packed(gate_up, activation), self.down_proj)[0]
@@ -241,16 +268,17 @@ def _attention_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: A
     form: AttentionForm = patch.form
     cos, sin = kwargs.pop("position_embeddings")
     query, key, value, rotated = _project(self, form, hidden_states, cos, sin)
-    norms = _open_norms(query, self.q_norm, self.k_norm) if form.head_norm else None
+    head_norm = form.head_norm if hasattr(self, "q_norm") else None
+    norms = _open_norms(query, self.q_norm, self.k_norm) if head_norm else None
     if norms is not None and norms[0] == norms[1]:
         query, key = norm_rope(query, key, self.q_norm.weight, self.k_norm.weight, cos, sin, **norms[0])
     else:
-        if form.head_norm == "each":
+        if head_norm == "each":
             query, key = self.q_norm(query), self.k_norm(key)
-        elif form.head_norm:
+        elif head_norm:
             query, key = (norm(x.flatten(2)).view(x.shape) for norm, x in ((self.q_norm, query), (self.k_norm, key)))
         if not rotated:
-            query, key = rope(query, key, cos, sin)
+            query, key = rope(query, key, cos, sin, layout=form.layout)
 
     features = attention_features(self, form)
     mask = kwargs.pop("attention_mask", None)
@@ -271,15 +299,18 @@ def _attention_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: A
 def _project(
     self: Any, form: AttentionForm, hidden_states: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Queries, keys and values [B, T, heads, head_dim], and whether the first two are rotated already."""
-    shape, rotated = (*hidden_states.shape[:-1], -1, self.head_dim), False
-    modules = (self.qkv_proj,) if form.packed else (self.q_proj, self.k_proj, self.v_proj)
+    """Queries, keys and values [B, T, heads, head_dim], and whether the first two are rotated already, or never."""
+    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+    rotated = form.turns == "windowed" and self.sliding_window is None
+    modules = [getattr(self, name) for name in projection_groups(form)[0]]
     projections = fusable(hidden_states, modules)
     if projections is None:
         outputs = tuple(module(hidden_states) for module in modules)
     else:
-        rotated = not (form.packed or form.head_norm or cos.requires_grad or sin.requires_grad)
-        outputs = lora_linear(hidden_states, projections, Rotation(cos, sin, self.head_dim) if rotated else None)
+        later = rotated or form.packed or form.head_norm or form.layout != "half"
+        in_place = not (later or cos.requires_grad or sin.requires_grad)
+        outputs = lora_linear(hidden_states, projections, Rotation(cos, sin, self.head_dim) if in_place else None)
+        rotated = rotated or in_place
     if form.packed:
         queries = self.config.num_attention_heads * self.head_dim
         keys = self.config.num_key_value_heads * self.head_dim

@@ -8,8 +8,10 @@ touched.
 
 from __future__ import annotations
 
+import functools
 import re
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -17,20 +19,28 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..kernels.attention import choose_backend
+from ..kernels.attention import BACKENDS, backend_refusal, choose_backend
 from . import forms
-from .adapters import adapter_obstacle, is_adapted, is_class_forward, is_ours
+from .adapters import adapter_limits, autocast_dtype, is_adapted, is_class_forward, is_ours
 from .backbone import ModelPatch, boundary_obstacle, prepare_backbone, restore_rows, stock_class
 from .checkpointing import restore
 from .fingerprint import fingerprint
 from .graphs import LayerGraphs
 from .head import head_forward_for, head_obstacle
-from .layers import LayerPatch, Switch, activation_name, attention_features, forward_for
+from .layers import (
+    LayerPatch,
+    Switch,
+    activation_name,
+    attention_features,
+    forward_for,
+    mlp_obstacle,
+    projection_groups,
+)
 from .offload import Offload
 
 __all__ = [
-    "PatchReport", "decoder_layers", "is_patched", "offloads", "padding_free_obstacle", "patch", "patched_core",
-    "rebind_head", "report", "unpatch", "unwrap_peft",
+    "PatchReport", "attention_backends", "decoder_layers", "is_patched", "offloads", "padding_free_obstacle", "patch",
+    "patched_core", "rebind_head", "report", "unpatch", "unwrap_peft",
 ]  # fmt: skip
 
 
@@ -42,15 +52,20 @@ class PatchReport:
     stock: layer name -> why it runs its own forward.
     backends: "attention" -> what computes it over sample boundaries, and why.
     obstacle: why sample boundaries cannot be honoured (padding-free and packing are then off); None where they can.
+    conditions: name of an adapted projection or MLP that counts as fused -> when, or how far. Float32 adapters over a
+        16-bit base are fused under autocast only, as SFTTrainer runs with bf16=True or fp16=True; without it PEFT's own
+        forward runs.
     """
 
     fused: dict[str, int]
     stock: dict[str, str]
     backends: dict[str, str]
     obstacle: str | None = None
+    conditions: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = [(kind, f"fastlm x {count}") for kind, count in self.fused.items()]
+        rows += [("of these", f"{count} {when}") for when, count in Counter(self.conditions.values()).items()]
         reasons: dict[tuple[str, str], list[str]] = {}
         for name, reason in self.stock.items():  # layers that differ only by their number share a line
             reasons.setdefault((re.sub(r"\.\d+\.", ".*.", name), reason), []).append(name)
@@ -61,14 +76,32 @@ class PatchReport:
         return "\n".join(f"{name:<{width}}  {what}" for name, what in rows)
 
 
-def patch(model: nn.Module) -> PatchReport:
+def patch(model: nn.Module, *, attention_backend: str | None = None) -> PatchReport:
     """Run fastlm's forwards in this model; returns what is fused and what stays stock.
 
     Takes a transformers causal LM, a headless model, or either of them inside PEFT's wrappers; before or after LoRA is
     added. Calling it again refreshes the report and patches what has been added. Raises TypeError for anything else,
     and ValueError for a model that FSDP, DDP or torch.compile has wrapped: patch first, wrap then.
+
+    attention_backend: what computes attention over packed and padding-free batches (kernels/attention.py lists them);
+        None: what an earlier call chose, at first the fastest that can. Padded batches and generation go by the model's
+        attn_implementation. ValueError, and nothing patched, for one that is unknown, cannot run here, cannot honour
+        the model's window or softcap, or would never be used.
     """
     core = _core(model)
+    backends: dict[str, str] = {}
+    found = []
+    for name, module in core.named_modules():
+        kind, form, reason = _recognise(core, module)
+        if kind == "attention" and reason is None and (reason := _attention_obstacle(module)) is None:
+            wanted = attention_backend or getattr(module.__dict__.get("_fastlm"), "backend", None)
+            features = attention_features(module, form)
+            described = ", ".join(f"{what} {value}" for what, value in features.items() if value)
+            backends["attention" + (f" ({described})" if described else "")] = attention_backends(
+                module.o_proj.weight.device, core.dtype, module.head_dim, wanted, **features
+            )
+        if kind is not None:
+            found.append((name, module, kind, form, reason))
     patched: ModelPatch | None = core.__dict__.get("_fastlm_model")
     switch = patched.switch if patched is not None else Switch()
     switch.on = True
@@ -76,26 +109,34 @@ def patch(model: nn.Module) -> PatchReport:
     offload.on = offloads(core)
     fused: dict[str, int] = {}
     stock: dict[str, str] = {}
-    backends: dict[str, str] = {}
-    for name, module in core.named_modules():
-        kind, form, reason = _recognise(core, module)
-        if kind is None:
-            continue
+    conditions: dict[str, str] = {}
+    for name, module, kind, form, reason in found:
         if reason is None:
-            reason = _bind(module, kind, form, switch, backends)
+            reason = _bind(module, kind, form, switch, attention_backend)
+        if reason is None and kind == "mlp":
+            reason = mlp_obstacle(module, form)  # bound all the same: hooks come and go
         _note(fused, stock, kind, name or type(module).__name__, reason)
-        for child, projection in module.named_children() if kind in ("attention", "mlp") else ():
-            if is_adapted(projection):
-                why = adapter_obstacle(projection, core.dtype) if reason is None else f"its {kind} runs stock code"
-                _note(fused, stock, "lora", f"{name}.{child}", why)
+        if kind in ("attention", "mlp"):
+            adapted = [child for child, projection in module.named_children() if is_adapted(projection)]
+            if reason is not None:
+                stock |= {f"{name}.{child}": f"its {kind} runs stock code" for child in adapted}
+            elif adapted:
+                unfused, when = adapter_limits(module, projection_groups(form), core.dtype)
+                for _ in adapted[len(unfused) :]:
+                    _note(fused, stock, "lora", name, None)
+                stock |= {f"{name}.{child}": why for child, why in unfused.items()}
+                conditions |= {f"{name}.{child}".rstrip("."): how for child, how in when.items()}
     obstacle, limits = boundary_obstacle(core, stock)
-    result = PatchReport(fused, stock, backends, obstacle)
+    result = PatchReport(fused, stock, backends, obstacle, conditions)
     core._fastlm_model = ModelPatch(switch, result, limits, offload)  # type: ignore[assignment]
     backbone = core.base_model
     backbone._fastlm_backbone = core.__dict__["_fastlm_model"]
     if prepare_backbone not in backbone._forward_pre_hooks.values():
         backbone.register_forward_pre_hook(prepare_backbone, with_kwargs=True)
         backbone.register_forward_hook(restore_rows, prepend=True)  # before hooks that expect [B, S]
+    if attention_backend is not None and obstacle is not None:
+        unpatch(core)
+        raise ValueError(f"attention_backend={attention_backend!r} would not be used in this model: {obstacle}")
     return result
 
 
@@ -264,7 +305,7 @@ def _recognise(core: PreTrainedModel, module: nn.Module) -> tuple[str | None, An
     return None, None, None
 
 
-def _bind(module: Any, kind: str, form: Any, switch: Switch, backends: dict[str, str]) -> str | None:
+def _bind(module: Any, kind: str, form: Any, switch: Switch, backend: str | None) -> str | None:
     """Bind our forward on the instance, or return why not. Instance facts that the kernels do not cover stay stock."""
     slot = _slot(module)
     existing = module.__dict__.get(slot)
@@ -275,22 +316,17 @@ def _bind(module: Any, kind: str, form: Any, switch: Switch, backends: dict[str,
         return "its forward was already replaced by something else"
     if existing is not None and not ours and "_fastlm" in module.__dict__:
         return head_obstacle(module)  # accelerate's autocast or TRL's head around ours: it stays outermost
-    layer = LayerPatch(kind, form, switch)
+    before: LayerPatch | None = module.__dict__.get("_fastlm")
+    layer = LayerPatch(kind, form, switch, backend or (before.backend if before is not None else None))
     if kind == "layer" and form.drops and (module.resid_attn_dropout.p or module.resid_mlp_dropout.p):
         return "dropout on the residual stream is not fused"
-    if kind == "mlp":
-        if activation_name(getattr(module, form.activation)) is None:
-            return f"activation {type(getattr(module, form.activation)).__name__} has no kernel"
-    elif kind == "attention":
-        reason = _attention_obstacle(module, form, backends)
-        if reason is not None:
-            return reason
-    elif kind == "head":
+    if kind == "mlp" and activation_name(getattr(module, form.activation)) is None:
+        return mlp_obstacle(module, form)
+    if kind == "head":
         reason = head_obstacle(module)
         if reason is not None:
             return reason
-    if ours:
-        before: LayerPatch = module.__dict__["_fastlm"]
+    if ours and before is not None:
         layer.previous, layer.above_hook = before.previous, before.above_hook
     elif existing is not None:
         layer.previous = existing
@@ -300,21 +336,45 @@ def _bind(module: Any, kind: str, form: Any, switch: Switch, backends: dict[str,
     return None
 
 
-def _attention_obstacle(module: Any, form: forms.AttentionForm, backends: dict[str, str]) -> str | None:
+def _attention_obstacle(module: Any) -> str | None:
     if getattr(module, "attention_dropout", 0.0):
         return f"attention dropout {module.attention_dropout} is not fused"
     if not getattr(module, "is_causal", True):
         return "attention is bidirectional"
-    features = attention_features(module, form)
-    weight = module.o_proj.weight
-    device = weight.device
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    dtype = weight.dtype if weight.is_floating_point() else module.config.dtype or torch.bfloat16
-    backend = choose_backend(device.type, capability, dtype, module.head_dim, sinks=False, **features)
-    described = ", ".join(f"{name} {value}" for name, value in features.items() if value)
-    key = "attention" + (f" ({described})" if described else "")
-    backends[key] = backend
     return None
+
+
+def attention_backends(
+    device: torch.device, dtype: torch.dtype, head_dim: int, wanted: str | None = None, *, window: int | None = None,
+    softcap: float | None = None,
+) -> str:  # fmt: skip
+    """What computes attention over sample boundaries in a model of this dtype, and why; under autocast too, if else.
+
+    wanted: the only one that may; ValueError where that is unknown or cannot, with autocast or without.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    choices: dict[bool, tuple[str, str]] = {}  # under autocast? -> what, why
+    for autocast, computed in (False, dtype), (True, autocast_dtype(dtype, device)):
+        case = functools.partial(choose_backend, device.type, capability, computed, head_dim, window=window)
+        try:
+            short, long = (case(softcap=softcap, backend=wanted, long_samples=long) for long in (False, True))
+        except ValueError as error:
+            refusal = error
+            continue
+        passed: dict[str, list[str]] = {}
+        for name in BACKENDS[: BACKENDS.index(short)]:
+            reason = backend_refusal(name, device.type, capability, computed, head_dim, window=window, softcap=softcap)
+            passed.setdefault(reason or "", []).append(name)
+        why = "; ".join(f"{', '.join(names)} {reason}" for reason, names in passed.items() if reason)
+        chosen = short if short == long else f"{short}, for long samples {long}"
+        choices[autocast] = chosen, "asked for" if wanted else why or "the first choice"
+    if not choices:
+        raise refusal
+    if False not in choices:
+        return f"{choices[True][0]} under autocast only ({choices[True][1]})"
+    (chosen, why), under = choices[False], choices.get(True)
+    text = f"{chosen} ({why})"
+    return text if under is None or under[0] == chosen else f"{text}; under autocast {under[0]} ({under[1]})"
 
 
 def _slot(module: nn.Module) -> str:

@@ -1,6 +1,7 @@
 """Binding, reporting and undoing: what patching changes, and that nothing else changes."""
 
 import copy
+import dataclasses
 import functools
 import pickle
 import unittest.mock
@@ -21,9 +22,11 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, LlamaModel
 from trl.trainer.utils import add_fused_lm_head
 
 import fastlm
+from fastlm.kernels.attention import choose_backend
+from fastlm.kernels.attention_backends import BACKENDS as TABLE
 from fastlm.models.head import _trl_forward
 from fastlm.models.layers import _open_norms
-from fastlm.models.patch import is_patched, padding_free_obstacle, rebind_head
+from fastlm.models.patch import attention_backends, is_patched, padding_free_obstacle, rebind_head
 from tests.models.batches import LAYOUTS, alone, loss_and_gradients, samples, target_count
 from tests.tiny import FAMILIES, add_lora, relative_error, tiny_config, tiny_model
 
@@ -217,13 +220,13 @@ def test_unknown_code_stays_stock_and_is_named():
 
 
 def test_unknown_family_keeps_its_attention_and_refuses_boundaries():
-    model = tiny_model("cohere")
+    model = tiny_model("stablelm")
     report = fastlm.patch(model)
     assert "attention" not in report.fused and padding_free_obstacle(model) is not None
     assert report.obstacle is not None
     with pytest.raises(ValueError, match="padding collator"):
         model(**LAYOUTS["flattened"](ROWS)[0])
-    stock = tiny_model("cohere")
+    stock = tiny_model("stablelm")
     assert relative_error(model(IDS).logits, stock(IDS).logits) <= 1e-6
 
 
@@ -236,6 +239,93 @@ def test_an_instance_with_a_forward_of_its_own_is_left_alone():
     assert report.fused["mlp"] == 1 and "already replaced" in report.stock["model.layers.0.mlp"]
     fastlm.unpatch(model)
     assert mlp.__dict__["forward"] is mine
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text"])
+def test_the_report_says_what_computes_attention_and_why(family):
+    expected = {
+        "llama": {"attention": "sdpa"},
+        "gemma2": {"attention (window 6, softcap 20.0)": "eager", "attention (softcap 20.0)": "eager"},
+        "gemma3_text": {"attention (window 6)": "sdpa", "attention": "sdpa"},
+    }[family]
+    report = fastlm.patch(tiny_model(family))
+    assert {name: text.partition(" (")[0] for name, text in report.backends.items()} == expected
+    for name, text in report.backends.items():
+        assert "triton" in text and "needs a CUDA GPU, the tensors are on cpu" in text
+        assert ("varlen, efficient, xformers, sdpa takes no softcap" in text) == ("softcap" in name)
+        assert text in str(report)
+
+
+def test_the_choice_for_long_samples_and_under_autocast(monkeypatch):
+    """As on a Hopper GPU with FlashAttention-4: not here, but the choice is a function of names and numbers."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr("fastlm.kernels.attention.package_function", lambda name: print)
+    gpu = torch.device("cuda")
+    choose_backend.cache_clear()
+    try:
+        assert attention_backends(gpu, torch.bfloat16, 128) == "triton, for long samples flash4 (the first choice)"
+        assert attention_backends(gpu, torch.bfloat16, 256) == "varlen, for long samples flash4 (the first choice)"
+        capped = attention_backends(gpu, torch.bfloat16, 128, softcap=20.0)
+        assert capped == "triton (flash4, varlen takes no softcap)"
+        full = attention_backends(gpu, torch.float32, 128)
+        assert full.startswith("sdpa (") and "not torch.float32" in full
+        assert full.endswith("); under autocast triton, for long samples flash4 (the first choice)")
+        assert attention_backends(gpu, torch.float32, 128, "varlen") == "varlen under autocast only (asked for)"
+        assert attention_backends(gpu, torch.float16, 128, "sdpa") == "sdpa (asked for)"
+        with pytest.raises(ValueError, match="takes no softcap"):
+            attention_backends(gpu, torch.bfloat16, 128, "varlen", softcap=20.0)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (7, 5))
+        turing = attention_backends(gpu, torch.float32, 128)
+        assert "; under autocast efficient (" in turing and "needs compute capability 8.0, this GPU has 7.5" in turing
+        with pytest.raises(ValueError, match=r"'varlen' needs compute capability 8\.0, this GPU has 7\.5"):
+            attention_backends(gpu, torch.float16, 128, "varlen")
+    finally:
+        choose_backend.cache_clear()
+
+
+def used_backends(model, monkeypatch):
+    """What a batch with sample boundaries runs on."""
+    used = set()
+    for name, backend in TABLE.items():
+        spy = functools.partial(lambda call, name, run: used.add(name) or run(call), name=name, run=backend.run)
+        monkeypatch.setitem(TABLE, name, dataclasses.replace(backend, run=spy))
+    loss, _ = loss_and_gradients(model, LAYOUTS["flattened"](ROWS), COUNT)
+    return used, loss
+
+
+def test_a_backend_that_is_asked_for_runs_and_stays(monkeypatch):
+    model = tiny_model("gemma3_text")
+    fastlm.patch(model)
+    chosen, loss = used_backends(model, monkeypatch)
+    assert chosen == {"sdpa"}
+    report = fastlm.patch(model, attention_backend="eager")
+    assert set(report.backends.values()) == {"eager (asked for)"}
+    assert fastlm.patch(add_lora(model)).backends == report.backends  # and of None the earlier choice is kept
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert fastlm.patch(again).backends == report.backends
+    plain = tiny_model("gemma3_text")
+    fastlm.patch(plain, attention_backend="eager")
+    used, forced = used_backends(plain, monkeypatch)
+    assert used == {"eager"} and forced == pytest.approx(loss, rel=1e-5)
+    fastlm.unpatch(plain)
+    assert fastlm.patch(plain).backends["attention"].startswith("sdpa")
+
+
+@pytest.mark.parametrize(
+    ("family", "backend", "message"),
+    [
+        ("llama", "flash_attention_2", "unknown attention backend 'flash_attention_2'; there are flash4, varlen"),
+        ("llama", "varlen", "'varlen' needs a CUDA GPU, the tensors are on cpu; use one of sdpa, eager"),
+        ("gemma2", "sdpa", "'sdpa' takes no softcap; use one of eager"),
+        ("cohere", "eager", "attention_backend='eager' would not be used in this model: unknown decoder layer code"),
+    ],
+)
+def test_a_backend_that_cannot_run_is_refused_and_nothing_patched(family, backend, message):
+    model = tiny_model(family)
+    before = state_of(model)
+    with pytest.raises(ValueError, match=message):
+        fastlm.patch(model, attention_backend=backend)
+    assert state_of(model) == before and not is_patched(model)
 
 
 def test_attention_dropout_and_unknown_activation_stay_stock():
@@ -335,7 +425,11 @@ def test_hooks_that_do_more_than_move_inputs_run():
     attention.q_proj._hf_hook.no_grad = True
     layer.gate_proj._old_forward = layer.gate_proj.base_layer.forward  # not its own
     stock = fastlm.patch(model).stock
-    assert set(stock.values()) == {"a hook on it would be skipped"} and len(stock) == 4
+    hooked, beside = "a hook on it would be skipped", "q_proj cannot be fused: a hook on it would be skipped"
+    assert {name.removeprefix("model.layers.0."): reason for name, reason in stock.items()} == {
+        **dict.fromkeys(("self_attn.q_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), hooked),
+        **dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), beside),
+    }
     model = add_lora(tiny_model("llama"))
     add_hook_to_module(model.get_base_model().lm_head, AlignDevicesHook("cpu", offload=True, weights_map={}))
     assert "a hook on lm_head would be skipped" in fastlm.patch(model).stock.values()
