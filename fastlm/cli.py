@@ -84,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = planner.add_argument
     add("model", help="a folder, a .gguf file, or a name on the hub; only its configuration is read")
     add("--gpu-memory", type=_positive_float, metavar="GIB", help="default: what this machine's GPU has")
-    add("--max-length", type=_positive_int, default=2048, help="tokens of a sample (default: 2048)")
+    add("--max-length", type=_positive_int, help="tokens of a sample (default: 2048, or what the model takes)")
     add("--batch", type=_positive_int, default=1, help="samples of a micro-batch (default: 1)")
     add("--accumulate", type=_positive_int, default=1, help="micro-batches a step (default: 1)")
     add("--rank", type=_positive_int, default=16, help="rank of the adapter (default: 16)")
@@ -176,7 +176,7 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
             r=options.rank, load_in_4bit=options.load_in_4bit, full_finetuning=options.full, optim=options.optim,
             gradient_accumulation_steps=options.accumulate,
         )  # fmt: skip
-    print(plan)
+    print(str(plan).replace("load_in_4bit=True", "--4bit"))  # in what is advised
     return {"ok": plan.fits, **plan.facts()}
 
 

@@ -24,47 +24,66 @@ from . import keywords as kw
 from .console import table
 from .gguf_weights import GGUFCheckpoint, find_gguf
 from .loader import base_of_adapter, existing, load_config
+from .models import graphs
 from .models.adapters import adapter_ranks
 from .models.patch import unwrap_peft
 from .models.twin import twin_of
 from .options import bits_of, check_bits, fit_length
-from .training.costs import POLICIES, StepCosts, in_words, ladder, overall, per_layer, step_costs
+from .training import small_steps
+from .training.costs import _LONG_SAMPLE, POLICIES, Samples, StepCosts, in_words, ladder, overall, per_layer, step_costs
 from .training.memory import MARGIN, RESERVE
 from .training.report import PEAK_TFLOPS, Operations, attended_pairs, count_operations, gpu_of
 
 __all__ = ["GPUS", "Plan", "plan", "twin_of"]
 
 _MOST_TOKENS = 2**31
+_LENGTH = 2048  # tokens of a sample where nobody says, or what the model takes if that is less
 _SHORTEST = 128  # tokens of a sample below which a smaller setting is not offered
 
 
 @dataclass(frozen=True)
 class GPU:
-    """GB of memory, TFLOP/s of large 16-bit products, TB/s of a copy, GB/s to host memory; how these are known."""
+    """GB of memory, TFLOP/s of large 16-bit products, TB/s of a copy, GB/s to host memory; compute capability; how the
+    speeds are known.
+    """
 
     memory: int
     products: float
     copy: float
     link: float
+    capability: tuple[int, int]
     known: str = "measured"
 
 
 # An H200 reaches 66% of its data sheet's products and 89% of its bandwidth; the others are taken to do the same.
-def _from_sheet(name: str, memory: int, bandwidth: float, link: float) -> GPU:
-    return GPU(memory, PEAK_TFLOPS[name] * 650 / 989, bandwidth * 4.27 / 4.8, link, "data sheet, not measured")
+def _from_sheet(name: str, memory: int, bandwidth: float, link: float, capability: tuple[int, int]) -> GPU:
+    products = PEAK_TFLOPS[name] * 650 / 989
+    return GPU(memory, products, bandwidth * 4.27 / 4.8, link, capability, "data sheet, not measured")
 
 
 GPUS = {
-    "H200": GPU(141, 650, 4.27, 50),  # its link is not measured
-    "B200": _from_sheet("B200", 180, 8.0, 50),
-    "H100": _from_sheet("H100", 80, 3.35, 50),
-    "A100": _from_sheet("A100", 80, 2.04, 25),
-    "L4": _from_sheet("L4", 24, 0.3, 25),
-    "T4": _from_sheet("T4", 16, 0.32, 12),
+    "H200": GPU(141, 650, 4.27, 50, (9, 0)),  # its link is not measured
+    "B200": _from_sheet("B200", 180, 8.0, 50, (10, 0)),
+    "H100": _from_sheet("H100", 80, 3.35, 50, (9, 0)),
+    "A100": _from_sheet("A100", 80, 2.04, 25, (8, 0)),
+    "L4": _from_sheet("L4", 24, 0.3, 25, (8, 9)),
+    "T4": _from_sheet("T4", 16, 0.32, 12, (7, 5)),
 }
-# H200, Llama-3-8B shapes, 16,338 tokens: 0.899 s a step, of which products take 0.739. Every byte that a layer keeps
-# makes up for the rest if it is read or written this often: norms, rotations, gates, adapters, short attention.
-_TRAFFIC = 11
+# What follows is an H200's, of Llama-3-8B's shapes.
+# TFLOP/s of attention, as a share of the products', and the tokens of a sample that reach half of it: 131,072 tokens in
+# samples of 240 and 8,192 take 7.4 and 73 ms (triton), 13.6 and 99 (varlen), 25.4 and 230 (efficient), flash4's of
+# 8,192 56; in a step of one sample of 350,000 it reaches as much.
+_ATTENTION = {
+    "flash4": (550 / 650, 250), "triton": (450 / 650, 550), "varlen": (350 / 650, 930), "efficient": (145 / 650, 650),
+}  # fmt: skip
+# Every byte that a layer keeps makes up for the rest if it is read or written this often: norms, rotations, gates,
+# adapters. 16,338 tokens: 0.867 to 0.916 s a step in five runs, of which products take 0.755 and attention 0.026.
+_TRAFFIC = 7
+_FIRST = 0.0004  # seconds a layer that few rows take as well: a step of 476 tokens as CUDA graphs 0.040 to 0.046 s
+# Seconds in which the host launches a layer, forward and backward: 0.235 s for 32; where forward runs twice, 10 ms.
+_HOST, _HOST_TWICE = 0.007, 0.010
+# Steps that were measured: of models this wide and more, of so many tokens
+_WIDTH, _TOKENS = 2048, (476, 350_000)
 
 
 @dataclass(frozen=True)
@@ -77,10 +96,11 @@ class Plan:
         fit.
     layers: how many of them have each policy; of a mix, the last ones keep most.
     peak_bytes: at the worst moment. parts: "weights", "adapters", "optimiser", "gradients", "activations", "loss" and
-        "workspace" then, which add up to it. peaks: of each policy, were it all layers'.
+        "workspace" then, and "CUDA graphs" where a step has so few tokens that it runs as one and there is room, which
+        add up to it. peaks: of each policy, were it all layers', without graphs.
     memory_bytes: of the GPU. largest_batch, longest_length: that fit if nothing else changes; 0 where nothing does.
-    seconds_per_step: by GPU, this machine's or those that have the memory. Steps of few thousand tokens take longer:
-        they wait for the host.
+    seconds_per_step: by GPU, this machine's or those that have the memory. known: of each, whether steps like it were
+        "measured", or it is "estimated" from others, or from a "data sheet, not measured".
     """
 
     fits: bool
@@ -93,6 +113,7 @@ class Plan:
     largest_batch: int
     longest_length: int
     seconds_per_step: dict[str, float]
+    known: dict[str, str]
     advice: str | None
     setting: str
 
@@ -114,7 +135,8 @@ class Plan:
         if self.largest_batch or self.longest_length:
             lines.append(f"fits up to batch {self.largest_batch:,}, or samples of {self.longest_length:,} tokens")
         for name, seconds in self.seconds_per_step.items():
-            lines.append(f"{name}: {seconds:.3g} s a step (its speed: {GPUS[name].known})")
+            speed = "estimated" if self.known[name] == "estimated" else f"its speed: {self.known[name]}"
+            lines.append(f"{name}: {seconds:.3g} s a step ({speed})")
         return "\n".join(lines + ([] if self.advice is None else [self.advice]))
 
     def facts(self) -> dict[str, Any]:
@@ -123,7 +145,7 @@ class Plan:
 
 
 def plan(
-    model: Any, *, gpu_memory: float | None = None, max_length: int = 2048, batch_size: int = 1, r: int = 16,
+    model: Any, *, gpu_memory: float | None = None, max_length: int | None = None, batch_size: int = 1, r: int = 16,
     target_modules: Sequence[str] | str | None = kw.PROJECTIONS, load_in_4bit: bool = False,
     full_finetuning: bool = False, optim: str = "adamw_8bit", gradient_accumulation_steps: int = 1,
     use_gradient_checkpointing: bool | str = "fastlm", trust_remote_code: bool = False, **hub: Any,
@@ -132,8 +154,10 @@ def plan(
 
     model: a folder, hub name, adapter or GGUF file, of which the configuration alone is read; a configuration; or a
         loaded model, whose adapters, dtype and quantisation then hold.
-    gpu_memory: GiB; None is this machine's GPU. max_length, batch_size: tokens of a sample and samples of a
-        micro-batch, all of them that long. r, target_modules, load_in_4bit, full_finetuning: as for FastLanguageModel.
+    gpu_memory: GiB; None is this machine's GPU. Attention is this GPU's; without one here, from Ampere on what takes
+        most. max_length, batch_size: tokens of a sample (None: 2,048, or what the model takes if that is less) and
+        samples of a micro-batch, all of them that long. r, target_modules, load_in_4bit, full_finetuning: as for
+        FastLanguageModel.
     optim: as SFTConfig's. use_gradient_checkpointing: False, "recompute" or "offload" force that policy.
     hub: token, revision, cache_dir and the like.
 
@@ -145,7 +169,8 @@ def plan(
     check_bits(load_in_4bit=load_in_4bit, full_finetuning=full_finetuning)
     micro_batches = gradient_accumulation_steps
     for name, value in (
-        ("max_length", max_length), ("batch_size", batch_size), ("r", r), ("gradient_accumulation_steps", micro_batches)
+        ("max_length", _LENGTH if max_length is None else max_length), ("batch_size", batch_size), ("r", r),
+        ("gradient_accumulation_steps", micro_batches),
     ):  # fmt: skip
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} is {value!r}; it must be a whole number above 0")
@@ -156,7 +181,9 @@ def plan(
     core = unwrap_peft(model)
     loaded = isinstance(core, PreTrainedModel)
     config = copy.deepcopy(core.config if loaded else _config(model, trust_remote_code, hub))
-    fit_length(config, max_length, None, is_default=False)
+    length = fit_length(config, max_length or _LENGTH, None, is_default=True)
+    if max_length is not None and max_length > length:
+        raise ValueError(f"max_length (--max-length) is {max_length}, but this model takes {length} tokens")
     dtype = core.dtype if loaded else torch.bfloat16
     bits = bits_of(SimpleNamespace(config=config, dtype=dtype))
     if bits not in ("4-bit", "16-bit", "32-bit"):
@@ -168,41 +195,60 @@ def plan(
     if not full and not lora:
         raise ValueError("target_modules is empty: name what is to be adapted, or set full_finetuning")
 
-    def costs_of(in_4bit: bool, full: bool) -> StepCosts:
-        return step_costs(
-            twin, {} if full else lora, full=full, quantised=in_4bit, optimiser=optim, accumulates=micro_batches > 1
-        )
+    names = _gpus(memory)
+    here = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
-    in_4bit, tokens = load_in_4bit or bits == "4-bit", batch_size * max_length
+    def costs_of(in_4bit: bool, full: bool, longest: int = length, device: tuple[int, int] | None = here) -> StepCosts:
+        return step_costs(
+            twin, {} if full else lora, full=full, quantised=in_4bit, optimiser=optim, accumulates=micro_batches > 1,
+            samples=None if device is None else Samples(device, longest),
+        )  # fmt: skip
+
+    in_4bit, tokens = load_in_4bit or bits == "4-bit", batch_size * length
     costs = costs_of(in_4bit, full)
     able = {"keep", "recompute", "offload"}.union(*(layer.spared() for layer in costs.layers))
     policies = [name for name in POLICIES if name in able] if forced is None else [forced]
     peaks = {policy: sum(costs.worst_moment(policy, tokens).values()) for policy in policies}
     chosen = _fastest(costs, policies, memory, tokens)
     most = _most_tokens(costs, policies, memory)
+    longest = most // batch_size
+    if length < _LONG_SAMPLE <= longest:  # other attention
+        longer = _most_tokens(costs_of(in_4bit, full, longest), policies, memory) // batch_size
+        longest = max(longer, _LONG_SAMPLE - 1)
     limit = getattr(config.get_text_config(), "max_position_embeddings", _MOST_TOKENS)
     advice = None
     if chosen is None:
         settings = {"": costs} | ({} if in_4bit else {"load_in_4bit=True, ": costs_of(True, False)})
-        advice = _advice(settings, policies, memory, batch_size, max_length)
+        advice = _advice(settings, policies, memory, batch_size, length)
     each = per_layer(chosen or min(peaks, key=lambda name: peaks[name]), len(costs.layers))
-    spent = costs.worst_moment(each, tokens)
     held = "NF4" if in_4bit else str(dtype).removeprefix("torch.")
     how = "every weight trained" if full else f"LoRA r={max(lora.values())}"
     count = sum(parameter.numel() for parameter in twin.parameters()) / 1e9
     operations = count_operations(twin.requires_grad_(full), any(".mlp." in name for name in lora))
     assert operations is not None  # of layers that are fused
+
+    def captured(name: str | None) -> int:
+        """Tokens of a micro-batch as a CUDA graph on this GPU; 0 where it is none. As small_steps.py decides."""
+        if forced or overall(each) != "keep" or twin._fastlm_model.limits:
+            return 0
+        size = _graph_size(name, operations, costs, batch_size, length)
+        return size if _needed(costs, each, tokens) + MARGIN * costs.graphs(size) <= memory else 0
+
+    spent = costs.worst_moment(each, tokens)
+    if size := captured(min(names, key=lambda name: GPUS[name].memory, default=None)):
+        spent["CUDA graphs"] = costs.graphs(size)
+    seconds, known = {}, {}
+    for name in names if chosen is not None else ():
+        own, gpu = costs_of(in_4bit, full, device=GPUS[name].capability), GPUS[name]
+        setting = (each, captured(name) or tokens, length, micro_batches, in_4bit, full)
+        seconds[name], known[name] = _seconds(gpu, own, operations, *setting, graphed=captured(name) > 0)
     return Plan(
         fits=chosen is not None, policy=overall(each), layers=dict(Counter(each)),
         peak_bytes=sum(spent.values()), parts=spent, peaks=peaks, memory_bytes=memory,
-        largest_batch=most // max_length, longest_length=min(most // batch_size, limit),
-        seconds_per_step={
-            name: _seconds(GPUS[name], costs, operations, each, tokens, max_length, micro_batches, in_4bit, full)
-            for name in _gpus(memory) if chosen is not None
-        },
-        advice=advice,
+        largest_batch=most // length, longest_length=min(longest, limit),
+        seconds_per_step=seconds, known=known, advice=advice,
         setting=f"{config.model_type}, {count:.2f} billion weights in {held}, {how}, {optim}, "
-        f"{batch_size} x {max_length:,} tokens",
+        f"{batch_size} x {length:,} tokens",
     )  # fmt: skip
 
 
@@ -265,7 +311,11 @@ def _fastest(costs: StepCosts, policies: Sequence[str], memory: int, tokens: int
 
 
 def _needed(costs: StepCosts, policy: str | Sequence[str], tokens: int) -> int:
-    """Bytes that a GPU must have."""
+    """Bytes that a GPU must have for a run to go through, its steps of other lengths and what is lost between blocks.
+
+    More than training/room.py asks of a first batch: that tries what may just fit, and refuses what cannot. Batches
+    counted at 97% and 102% of 12 GiB were tried so, found no room, and went through under the last policy (H200).
+    """
     standing = sum(costs.standing().values())
     return int(standing + MARGIN * (sum(costs.worst_moment(policy, tokens).values()) - standing)) + RESERVE
 
@@ -291,26 +341,41 @@ def _advice(
     return f"no setting fits: {change}batch 1, samples of {shortest} tokens takes a GPU of {least / 2**30:.1f} GiB"
 
 
+def _graph_size(name: str | None, operations: Operations, costs: StepCosts, samples: int, length: int) -> int:
+    """Tokens of the CUDA graph that serves so many samples of this length; 0 where the GPU would not wait without."""
+    size = graphs.size_of(samples * length, samples, length)
+    speed = small_steps._SHARE * PEAK_TFLOPS.get(name or "", small_steps._OTHERS) * 1e12
+    tokens = small_steps._HOST * len(operations.layers) * speed / operations.useful(1, 0, Counter())
+    worthwhile = graphs.largest_size(int(tokens)) if costs.gradients <= graphs._MOST_TRAINED else 0
+    return size.tokens if size is not None and size.tokens <= worthwhile else 0
+
+
 def _seconds(
     gpu: GPU, costs: StepCosts, operations: Operations, policy: str | Sequence[str], tokens: int, length: int,
-    micro_batches: int, in_4bit: bool, full: bool,
-) -> float:  # fmt: skip
-    """The GPU's time for a step: micro-batches of so many tokens, in samples of this length, and the optimiser's."""
-    layers, policies = operations.layers, per_layer(policy, len(costs.layers))
-    pairs = Counter({w: tokens * attended_pairs([length], w) // length for w in {one.window for one in layers}})
-    products, attention = (
-        operations.useful(n, n, pairs) + operations.repeated(n, pairs, policies) for n in (tokens, 0)
-    )
-    moved = 0.0
-    for layer, one, own in zip(costs.layers, layers, policies, strict=True):
+    micro_batches: int, in_4bit: bool, full: bool, graphed: bool = False,
+) -> tuple[float, str]:  # fmt: skip
+    """Of a step, and how they are known: micro-batches of so many tokens, in samples of this length, as CUDA graphs or
+    launched one by one, and the optimiser's part.
+    """
+    policies = per_layer(policy, len(costs.layers))
+    products = operations.useful(tokens, tokens, Counter()) + operations.repeated(tokens, Counter(), policies)
+    computing, moved, host = products / (gpu.products * 1e12), 0.0, 0.0
+    for layer, one, own in zip(costs.layers, operations.layers, policies, strict=True):
+        twice = own in ("recompute", "offload")
+        share, half = _ATTENTION.get(layer.backend, _ATTENTION["efficient"])
+        pairs = tokens * (attended_pairs([length], one.window) / length + half / 2)
+        computing += 2 * (9 if twice else 7) * one.width * pairs / (share * gpu.products * 1e12) + _FIRST
         moved += tokens * layer.kept * _TRAFFIC * {"keep": 1.0, "light": 1.02, "lean": 1.12}.get(own, 1.3)
         # dequantised: 2.5 bytes a weight at 64% of a copy's bandwidth, twice
-        moved += (2 + (own in ("recompute", "offload"))) * 8 * one.forward * in_4bit
+        moved += (2 + twice) * 8 * one.forward * in_4bit
+        host += (_HOST_TWICE if twice else _HOST) * (not graphed)
     sent = 2 * tokens * sum(layer.entering for layer in costs.layers) if policies[0] == "offload" else 0
-    # attention comes to half of a product's TFLOP/s; copies to host memory and back run beside all this
-    computing = (products + attention) / (gpu.products * 1e12) + moved / (gpu.copy * 1e12)
+    computing += moved / (gpu.copy * 1e12)  # copies to host memory and back, and launches, run beside all this
+    longest = max(host, sent / (gpu.link * 1e9))
     stepping = 2 * (costs.optimiser + costs.gradients + costs.adapters + costs.weights * full) / (gpu.copy * 1e12)
-    return micro_batches * max(computing, sent / (gpu.link * 1e9)) + stepping
+    alike = costs.hidden >= _WIDTH * costs.size and _TOKENS[0] <= tokens <= _TOKENS[1] and longest < computing
+    known = gpu.known if alike or gpu.known != "measured" else "estimated"
+    return micro_batches * max(computing, longest) + stepping, known
 
 
 def _gib(count: int) -> str:

@@ -12,19 +12,24 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from ..kernels.attention import _LONG_SAMPLE, choose_backend
 from ..kernels.linear_cross_entropy import chunk_rows
 from ..kernels.lora import TILE
+from ..models.layers import attention_features
 
-__all__ = ["OPTIMISERS", "PARTS", "POLICIES", "LayerCosts", "StepCosts", "in_words", "ladder", "layer_costs",
-           "left_out", "optimiser_bytes", "overall", "per_layer", "spared", "step_costs", "weight_bytes"]  # fmt: skip
+__all__ = ["OPTIMISERS", "PARTS", "POLICIES", "LayerCosts", "Samples", "StepCosts", "in_words", "ladder",
+           "layer_costs", "left_out", "optimiser_bytes", "overall", "per_layer", "spared", "step_costs",
+           "weight_bytes"]  # fmt: skip
 
 POLICIES = ("keep", "light", "lean", "recompute", "offload")  # of activations, the fastest first
 PARTS = ("weights", "adapters", "optimiser", "gradients", "activations", "loss", "workspace")
 OPTIMISERS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch", "adamw_torch_fused", "sgd")
 
 _LIBRARIES = 2**26  # bytes: cuBLAS's workspaces on Hopper, from torch's allocator, of forward's and backward's threads
+_GRAPHS = 2**29  # bytes that a pool of CUDA graphs holds besides what `graphs` counts, to be at what was measured
 _STATISTICS = 32  # bytes of loss, entropy and the like that a target leaves in fp32
 _WORDS = {
     "keep": "kept", "light": "kept but for norms", "lean": "kept but for norms, gate and up products",
@@ -89,6 +94,26 @@ def in_words(policies: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
+class Samples:
+    """What chooses attention's backend besides the layer: a GPU's compute capability, the tokens of the longest sample.
+    Micro-batches past 2^31 elements, where our kernel goes before, are counted as others: they take less.
+    """
+
+    capability: tuple[int, int]
+    length: int
+
+    def backend(self, attention: Any, form: Any, size: int) -> str:
+        """For activations of so many bytes an element; before Ampere two are fp16."""
+        dtype = torch.float32 if size == 4 else torch.bfloat16 if self.capability >= (8, 0) else torch.float16
+        features = attention_features(attention, form)
+        if features["window"] and features["window"] >= self.length:
+            features["window"] = None
+        return choose_backend(
+            "cuda", self.capability, dtype, attention.head_dim, long_samples=self.length >= _LONG_SAMPLE, **features
+        )
+
+
+@dataclass(frozen=True)
 class LayerCosts:
     """One decoder layer; bytes a token, where nothing else is said.
 
@@ -102,6 +127,7 @@ class LayerCosts:
     norms: of what is kept, the output of the norm before attention, and of that before the MLP.
     copies: bytes of adapters side by side and in the activations' dtype, which it keeps too, whatever the tokens.
     gradients: bytes of its trained tensors, whatever the tokens.
+    backend: of its attention.
     """
 
     entering: int
@@ -114,6 +140,7 @@ class LayerCosts:
     norms: tuple[int, int]
     copies: int
     gradients: int
+    backend: str
 
     def stored(self, policy: str) -> int:
         """Between forward and backward."""
@@ -127,12 +154,13 @@ class LayerCosts:
 
 
 def layer_costs(
-    layer: Any, ranks: Mapping[str, int], *, full: bool, quantised: bool, size: int, adapter_size: int
-) -> LayerCosts:
+    layer: Any, ranks: Mapping[str, int], full: bool, quantised: bool, size: int, adapter_size: int,
+    samples: Samples | None,
+) -> LayerCosts:  # fmt: skip
     """Costs of a patched decoder layer whose projections, by name, have adapters of these ranks.
 
     full: its weights are trained, and ranks is empty. quantised: its weights are made dense where they are needed.
-    size, adapter_size: bytes of an element of its activations, and of an adapter.
+    size, adapter_size: bytes of an element of its activations, and of an adapter. samples: None where nobody knows.
     """
     attention, mlp = layer.self_attn, layer.mlp
     form, attention_form, mlp_form = (module._fastlm.form for module in (layer, attention, mlp))
@@ -166,7 +194,10 @@ def layer_costs(
         copies += size * casts * sum(ranks[name] * weights[name][0] for name in adapted)
 
     # elements a token; what attention's backward needs, and what is gone by then
-    attended = 2 * queries + keys + (queries + 2 * keys if attention_form.packed else keys)  # q, k rotated, output, v
+    takes_most = "triton" if attention_form.softcap else "varlen"  # from Ampere on
+    backend = samples.backend(attention, attention_form, size) if samples is not None else takes_most
+    each = keys if backend in ("flash4", "varlen", "triton") else queries  # k's and v's: others hold one a query head
+    attended = 2 * queries + each + (queries + 2 * keys if attention_form.packed else each)  # q, k rotated, output, v
     attended += hidden * (form.norm_in and reads(*qkv)) + low(*qkv)
     attended += (queries + keys) * bool(attention_form.head_norm)
     fused = not full and not mlp_form.packed and reads(*gate_up, "down_proj")
@@ -183,8 +214,10 @@ def layer_costs(
     dense = 2 * hidden * inner * size * quantised  # one goes when the next has come
     # of the fused MLP: the gradients of what A makes
     low_down, low_all = fused * low("down_proj") * size, fused * low(*gate_up, "down_proj") * size
-    flash = not attention_form.softcap  # its backward sums dQ in fp32 and has dK and dV of every query head
-    turning = hidden + 2 * queries + 2 * keys + 2 * queries * (flash and keys < queries)
+    turning = hidden + 2 * queries + 2 * keys
+    # all but our kernel sum dQ in fp32; dK and dV of a group's heads too, or they are made for every query head first
+    of_groups = 2 * (4 * keys if backend == "flash4" else size * queries) * (keys < queries)
+    besides = (4 * queries + of_groups) * (backend != "triton")
     above = gradients(*gate_up, "down_proj")
     # whoever runs a layer again holds to the end the gradient that came in, and the stream between the halves where
     # that is one of two summands that the second run ends in
@@ -193,7 +226,7 @@ def layer_costs(
         (read, reused, (incoming + 3 * inner) * size + low_down, 0, gradients("down_proj")),
         (read - 2 * inner * size * (not fused), reused,
          (incoming + (1 + (not fused)) * hidden + 2 * inner) * size + low_all, 0, above + dense),
-        (attended * size + 4 * heads, -until_the_end, turning * size + 4 * (queries * flash + 2 * heads), 0,
+        (attended * size + 4 * heads, -until_the_end, turning * size + besides + 8 * heads, 0,
          above + gradients("o_proj")),
     )  # fmt: skip
     norms = (hidden * size * (form.norm_in and reads(*qkv)), hidden * size * (form.norm_in and reads(*gate_up)))
@@ -206,7 +239,7 @@ def layer_costs(
     tiled = (whole, moments[-1]) if fused else moments
     return LayerCosts(
         hidden * size, hidden * size * (not lean), kept, form.norm_in or reads(*qkv), moments, tiled,
-        2 * inner * size * fused, norms, copies, trained,
+        2 * inner * size * fused, norms, copies, trained, backend,
     )  # fmt: skip
 
 
@@ -273,6 +306,14 @@ class StepCosts:
         moments.append(self._moment(self.gradients, 0, 0, self.stepping))
         return max(moments, key=lambda parts: sum(parts.values()))
 
+    def graphs(self, tokens: int, sizes: int = 1) -> int:
+        """Bytes that CUDA graphs of so many sizes, the largest of so many tokens, hold between steps: all activations
+        and a layer's backward, embeddings and their gradient, gradients that were just made and those of every size.
+        """
+        last = max(workspace * tokens + fixed for _, _, workspace, _, fixed in self.layers[-1].moments)
+        kept = sum(tokens * layer.stored("keep") + layer.copies for layer in self.layers)
+        return kept + last + 2 * tokens * self.hidden + (sizes + 1) * self.gradients + _GRAPHS
+
     def _moment(self, gradients: int, activations: int, loss: int, workspace: int) -> dict[str, int]:
         return self.standing() | {
             "gradients": gradients, "activations": activations, "loss": loss, "workspace": workspace + _LIBRARIES,
@@ -309,12 +350,12 @@ def optimiser_bytes(name: str, tensors: Iterable[tuple[int, int, bool]]) -> tupl
 
 def step_costs(
     model: Any, ranks: Mapping[str, int], *, full: bool = False, quantised: bool = False, optimiser: str = "adamw_8bit",
-    accumulates: bool = False,
+    accumulates: bool = False, samples: Samples | None = None,
 ) -> StepCosts:  # fmt: skip
     """Costs of training a causal LM, all its layers fused, on any device; its dtype is that of activations too.
 
     ranks: of the adapters to be, by module name; empty with full. quantised: to NF4, all projections but the head.
-    accumulates: several micro-batches a step.
+    accumulates: several micro-batches a step. samples: None where nobody knows them.
     """
     size, backbone, head = model.dtype.itemsize, model.base_model, model.get_output_embeddings()
     adapter_size = 2 if quantised else 4  # as the loader and TRL hold them
@@ -324,15 +365,14 @@ def step_costs(
     for name, rank in ranks.items():
         trained += [(rank * side, adapter_size, False) for side in modules[name].weight.shape]
     adapters = sum(elements * each for elements, each, _ in trained)
-    parameters = list(model.parameters())
     if full:
-        trained = [(p.numel(), size, p is embedding) for p in parameters]
+        trained = [(p.numel(), size, p is embedding) for p in model.parameters()]
     path = next(name for name, module in modules.items() if module is backbone.layers)
     layers = []
     for index, layer in enumerate(backbone.layers):
         inside = f"{path}.{index}."
         own = {name.rpartition(".")[2]: rank for name, rank in ranks.items() if name.startswith(inside)}
-        layers.append(layer_costs(layer, own, full=full, quantised=quantised, size=size, adapter_size=adapter_size))
+        layers.append(layer_costs(layer, own, full, quantised, size, adapter_size, samples))
     states, stepping = optimiser_bytes(optimiser, trained)
     vocabulary, hidden = head.weight.shape
     rotations = getattr(model.config, "rope_parameters", None) or {}  # gemma3 and olmo3 have two kinds of layers

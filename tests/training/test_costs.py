@@ -24,7 +24,7 @@ from fastlm.models.remaking import NormAgain
 from fastlm.packing.collators import PaddingFreeCollator
 from fastlm.planner import twin_of
 from fastlm.training import costs as costs_module
-from fastlm.training.costs import _LIBRARIES, StepCosts, _nf4_bytes, optimiser_bytes, per_layer, step_costs
+from fastlm.training.costs import _LIBRARIES, Samples, StepCosts, _nf4_bytes, optimiser_bytes, per_layer, step_costs
 from fastlm.training.memory import _leave_out
 
 from ..kernels.interpreter import kernel_test, run_interpreted
@@ -344,3 +344,26 @@ def test_stock_layers_are_refused():
         twin_of(config, torch.float32)
     with pytest.raises(ValueError, match="adamw_8bit"):
         optimiser_bytes("adam_mini", [])
+
+
+def test_what_attention_takes_on_each_gpu():
+    """Backend, and bytes a token more than torch's varlen, held and in backward: dQ in fp32, dK and dV of every query
+    head. Before Ampere k and v are held of every query head too.
+    """
+    twin = twin_of(tiny_model("llama", dtype=torch.bfloat16, head_dim=128).config, torch.bfloat16)
+    attention = twin.model.layers[0].self_attn
+    queries = attention.config.num_attention_heads * attention.head_dim
+    keys = attention.config.num_key_value_heads * attention.head_dim
+    unknown = step_costs(twin, {}, full=True)
+
+    def against(capability: tuple[int, int], length: int) -> tuple[str, int, int]:
+        costs = step_costs(twin, {}, full=True, samples=Samples(capability, length))
+        layer, other = costs.layers[0], unknown.layers[0]
+        return layer.backend, layer.kept - other.kept, layer.moments[-1][2] - other.moments[-1][2]
+
+    assert unknown.layers[0].backend == "varlen" and keys < queries
+    assert against((8, 0), 100) == ("varlen", 0, 0)
+    assert against((9, 0), 100) == ("triton", 0, -(4 + 2 * 2) * queries)
+    assert against((7, 5), 100) == ("efficient", 2 * 2 * (queries - keys), 0)
+    gemma = twin_of(tiny_model("gemma2", dtype=torch.bfloat16).config, torch.bfloat16)
+    assert {layer.backend for layer in step_costs(gemma, {}, full=True).layers} == {"triton"}

@@ -104,7 +104,8 @@ def test_a_whole_optimiser_step_waits_for_nothing(graphs, optim, tmp_path):
         trainer.train()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert watch.seen.count("cudaDeviceSynchronize") <= 1  # the profiler's own, when it stops
+    # the profiler's own, when it stops, and the one that paged states need
+    assert watch.seen.count("cudaDeviceSynchronize") <= 1 + optim.startswith("paged")
     assert [name for name in watch.seen if name != "cudaDeviceSynchronize"] == []
 
 
