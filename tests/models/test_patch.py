@@ -317,7 +317,7 @@ def test_a_backend_that_is_asked_for_runs_and_stays(monkeypatch):
         ("llama", "flash_attention_2", "unknown attention backend 'flash_attention_2'; there are flash4, varlen"),
         ("llama", "varlen", "'varlen' needs a CUDA GPU, the tensors are on cpu; use one of sdpa, eager"),
         ("gemma2", "sdpa", "'sdpa' takes no softcap; use one of eager"),
-        ("cohere", "eager", "attention_backend='eager' would not be used in this model: unknown decoder layer code"),
+        ("stablelm", "eager", "attention_backend='eager' would not be used in this model: unknown backbone code"),
     ],
 )
 def test_a_backend_that_cannot_run_is_refused_and_nothing_patched(family, backend, message):
