@@ -359,7 +359,7 @@ def test_the_peak_on_a_gpu(tmp_path: Any, capsys: Any, optim: str) -> None:
     """Of a model that is large enough for what is constant to be little."""
     size = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, max_position_embeddings=8192)
     heads = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=128)
-    model = add_lora(tiny_model(dtype=torch.bfloat16, **size, **heads).cuda(), dtype=torch.float32, r=64)
+    model = add_lora(tiny_model(dtype=torch.bfloat16, **size, **heads), dtype=torch.float32, r=64).cuda()
     fastlm.patch(model)
     patched_core(model)._fastlm_cuda_graphs = False
     args = runs.config(tmp_path, max_steps=4, bf16=True, optim=optim, max_length=None)
