@@ -125,7 +125,9 @@ def stock_model(shape: str, mode: Mode, layers: int, longest: int, tiny: bool = 
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, sizes = SHAPES[shape]
-    sizes = sizes | _TINY | ({"head_dim": 16} if "head_dim" in sizes else {}) if tiny else sizes
+    if tiny:
+        smaller = {"head_dim": 16, "sliding_window": 8}
+        sizes = sizes | _TINY | {name: size for name, size in smaller.items() if name in sizes}
     config = AutoConfig.for_model(
         family, **sizes, num_hidden_layers=layers, max_position_embeddings=max(8192, longest), pad_token_id=0,
         bos_token_id=1, eos_token_id=2,
@@ -263,6 +265,10 @@ def main() -> None:
     parser.add_argument("--save", metavar="FOLDER", help="keep the record there, as in benchmarks/results")
     parser.add_argument("--commit", help="what is running, where git cannot say it")
     given = parser.parse_args()
+    if given.longest < 2 or given.tokens < given.longest:
+        parser.error(
+            f"--longest {given.longest} of --tokens {given.tokens}: a sample needs two tokens to have a target"
+        )
     if unknown := set(given.shapes) - SHAPES.keys():
         parser.error(f"unknown shape {', '.join(sorted(unknown))}; there are {', '.join(SHAPES)}")
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -143,7 +143,9 @@ def _obstacles(
             if is_adapted(module):
                 alone = None if getattr(verdicts[name], "a", None) is not None else "its adapter is merged or disabled"
                 obstacles[name] = faults.get(name, shared or alone)
-        x_dtype = dtype
+        four_bit = any(type(getattr(m, "base_layer", m)).__name__ == "Linear4bit" for m in modules)
+        if not (faults and four_bit and names[0] == "gate_proj"):  # unfused, bitsandbytes gives back x's dtype
+            x_dtype = dtype
     return obstacles
 
 
@@ -234,8 +236,10 @@ def _frozen_weight(base: Any, dtype: torch.dtype, x_dtype: torch.dtype) -> Tenso
             return "its 4-bit weight is not quantised yet"
         if getattr(state, "packing_format_for_cpu", False):
             return "bitsandbytes repacked its 4-bit weight for this CPU"
-        if base.compute_dtype not in (None, dtype) or x_dtype != dtype:
+        if base.compute_dtype not in (None, dtype):
             return f"bitsandbytes computes in {base.compute_dtype}"
+        if x_dtype != dtype:
+            return f"bitsandbytes gives back {x_dtype}, what it reads"
         return NF4Weight(weight, state)
     return f"base layer of type {type(base).__name__}"
 

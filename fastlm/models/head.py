@@ -332,6 +332,11 @@ def _trl_output(
     outputs, boundaries, layout = _run_backbone(model, args, kwargs, labels, shift_labels)
     hidden = outputs.last_hidden_state.to(_lm_head(model).weight.device)
     rows, targets, positions = _rows(hidden, labels, shift_labels, boundaries, layout)
+    if token_weights is not None and labels is not None and token_weights.shape != labels.shape:
+        raise ValueError(
+            f"the column 'weights' is {tuple(token_weights.shape)}, the labels are {tuple(labels.shape)}: prompt "
+            "learning adds tokens that have none; remove the column"
+        )
     weight = _row_weight(targets, boundaries, num_items_in_batch, token_weights, positions) if mean_loss else None
     scored = _score(
         model, rows, targets, row_weight=weight, statistics=True, label_smoothing=label_smoothing,

@@ -84,9 +84,9 @@ def patch(model: nn.Module, *, attention_backend: str | None = None) -> PatchRep
     and ValueError for a model that FSDP, DDP or torch.compile has wrapped: patch first, wrap then.
 
     attention_backend: what computes attention over packed and padding-free batches (kernels/attention.py lists them);
-        None: what an earlier call chose, at first the fastest that can. Padded batches and generation go by the model's
-        attn_implementation. ValueError, and nothing patched, for one that is unknown, cannot run here, cannot honour
-        the model's window or softcap, or would never be used.
+        None: what an earlier call chose (unpatch forgets it), at first the fastest that can. Padded batches and
+        generation go by the model's attn_implementation. ValueError, and nothing patched, for one that is unknown,
+        cannot run here, cannot honour the model's window or softcap, or would never be used.
     """
     core = _core(model)
     backends: dict[str, str] = {}
@@ -94,7 +94,9 @@ def patch(model: nn.Module, *, attention_backend: str | None = None) -> PatchRep
     for name, module in core.named_modules():
         kind, form, reason = _recognise(core, module)
         if kind == "attention" and reason is None and (reason := _attention_obstacle(module)) is None:
-            wanted = attention_backend or getattr(module.__dict__.get("_fastlm"), "backend", None)
+            wanted = attention_backend
+            if wanted is None:
+                wanted = getattr(module.__dict__.get("_fastlm"), "backend", None)
             features = attention_features(module, form)
             described = ", ".join(f"{what} {value}" for what, value in features.items() if value)
             backends["attention" + (f" ({described})" if described else "")] = attention_backends(
@@ -121,7 +123,9 @@ def patch(model: nn.Module, *, attention_backend: str | None = None) -> PatchRep
             if reason is not None:
                 stock |= {f"{name}.{child}": f"its {kind} runs stock code" for child in adapted}
             elif adapted:
-                unfused, when = adapter_limits(module, projection_groups(form), core.dtype)
+                groups = projection_groups(form)
+                unfused, when = adapter_limits(module, groups, core.dtype)
+                unfused |= {child: "no projection" for child in adapted if child not in sum(map(tuple, groups), ())}
                 for _ in adapted[len(unfused) :]:
                     _note(fused, stock, "lora", name, None)
                 stock |= {f"{name}.{child}": why for child, why in unfused.items()}
@@ -135,7 +139,8 @@ def patch(model: nn.Module, *, attention_backend: str | None = None) -> PatchRep
         backbone.register_forward_pre_hook(prepare_backbone, with_kwargs=True)
         backbone.register_forward_hook(restore_rows, prepend=True)  # before hooks that expect [B, S]
     if attention_backend is not None and obstacle is not None:
-        unpatch(core)
+        if patched is None:
+            unpatch(core)
         raise ValueError(f"attention_backend={attention_backend!r} would not be used in this model: {obstacle}")
     return result
 

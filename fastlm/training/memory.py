@@ -13,6 +13,7 @@ memory, and so are the rest.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -122,7 +123,8 @@ def _training_step(
 
 
 def settle_checkpointing(config: Any, core: Any, given: frozenset[str], state: State | None = None) -> None:
-    """An explicit value wins, then the model's own setting; TRL's default of True is not explicit.
+    """An explicit value wins, then the model's own setting; TRL's default of True is not explicit. In a subclass of
+    TrainingArguments a value that is the default cannot be told from one that was given.
 
     True leaves it to the model's policy; without one it means "fastlm", which keeps all activations that fit. That is
     for a trainer with a state: any other, whose model has a setting, then recomputes layers, and one line says so.
@@ -130,8 +132,8 @@ def settle_checkpointing(config: Any, core: Any, given: frozenset[str], state: S
     # transformers 5.24 calls it activation_checkpointing, keeps the old name beside it and reads the new one only
     names = {name for name in ("gradient_checkpointing", "activation_checkpointing") if hasattr(config, name)}
     setting = policy = getattr(core, "_fastlm_checkpointing", None)
-    if state is None and (setting is None or (config.fsdp_config or {}).get("activation_checkpointing")):
-        return  # FSDP recomputes, and transformers refuses both
+    if state is None and (setting is None or _fsdp_recomputes(config)):
+        return  # transformers refuses both
     if given & names or setting is None:
         policy = config.gradient_checkpointing and (setting or "fastlm")
     for name in names:
@@ -151,6 +153,13 @@ def settle_checkpointing(config: Any, core: Any, given: frozenset[str], state: S
         why = f"gradient_checkpointing={bool(policy)}" if given & names else f"use_gradient_checkpointing={setting!r}"
         also = " (keeping what fits is SFTTrainer's)" if policy in (True, "fastlm") else ""
         Voice(config.process_index == 0).say(f"activations are {in_words([how])}: {why}{also}")
+
+
+def _fsdp_recomputes(config: Any) -> bool:
+    """Whether FSDP is on and wraps layers to recompute them, as the arguments or accelerate's launcher ask."""
+    asked = (config.fsdp_config or {}).get("activation_checkpointing", os.environ.get("FSDP_ACTIVATION_CHECKPOINTING"))
+    on = config.fsdp or os.environ.get("ACCELERATE_USE_FSDP")
+    return all(str(value or "false").lower() not in ("false", "0") for value in (on, asked))
 
 
 def begin(trainer: Any) -> None:

@@ -28,7 +28,7 @@ from ..models.patch import decoder_layers, patched_core
 from ..models.twin import twin_of
 from .costs import OPTIMISERS, step_costs
 from .profile import StepProfiler
-from .room import _counted
+from .room import _counted, optimiser_as_asked
 from .step import State, one_process, state_of
 
 __all__ = ["PEAK_TFLOPS", "Operations", "TrainingReport", "add_to_log", "attended_pairs", "count_operations",
@@ -340,9 +340,8 @@ def _predicted_peak(trainer: Any, largest: Mapping[tuple[str, ...], int]) -> int
     patched, ranks = core.__dict__["_fastlm_model"].report, adapter_ranks(core)
     if patched.stock or patched.fused.get("lora", 0) != len(ranks):
         return None
-    kind, _ = trainer.get_optimizer_cls_and_kwargs(args, model)
-    if args.optim not in OPTIMISERS or type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)) is not kind:
-        return None  # the user's own
+    if args.optim not in OPTIMISERS or not optimiser_as_asked(trainer):
+        return None
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(parameter.dtype != core.dtype for parameter in trained) and not (args.bf16 or args.fp16):
         return None  # such adapters run unfused

@@ -165,13 +165,20 @@ def _optimiser(trainer: Any) -> str:
     """Under which name costs.py counts states that are still to come; "sgd", which has none, where none are or another
     optimiser is at work than the arguments name.
     """
-    optimiser = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside accelerate's
     name: str = trainer.args.optim
-    if name not in OPTIMISERS or optimiser is None or optimiser.state:
-        return "sgd"
-    kind, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-    same = type(optimiser) is kind and all(optimiser.defaults.get(key, own) == own for key, own in options.items())
-    return name if same else "sgd"
+    optimiser = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside accelerate's
+    as_named = name in OPTIMISERS and optimiser is not None and not optimiser.state and optimiser_as_asked(trainer)
+    return name if as_named else "sgd"
+
+
+def optimiser_as_asked(trainer: Any) -> bool:
+    """Whether the optimiser at work is the one that the arguments name, and not one of the user's own."""
+    optimiser = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    try:
+        kind, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    except (ImportError, ValueError):  # not installed, and not asked for
+        return False
+    return type(optimiser) is kind and all(optimiser.defaults.get(key, own) == own for key, own in options.items())
 
 
 def _costs(trainer: Any, core: Any) -> StepCosts | None:

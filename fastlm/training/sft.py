@@ -190,12 +190,16 @@ def _settle_max_length(config: Any, core: Any, given: frozenset[str], state: Sta
         )
 
 
+def _leave_liger_out(config: Any, voice: Voice) -> None:
+    if config.use_liger_kernel:
+        voice.say("use_liger_kernel is ignored: fastlm's kernels are in its place")
+        config.use_liger_kernel = False
+
+
 def _settle_throughput(config: Any, given: frozenset[str], state: State) -> None:
     if "logging_nan_inf_filter" not in given:
         config.logging_nan_inf_filter = False  # it asks the GPU twice a step whether the loss is finite
-    if config.use_liger_kernel:
-        state.voice.say("use_liger_kernel is ignored: fastlm's kernels are in its place")
-        config.use_liger_kernel = False
+    _leave_liger_out(config, state.voice)
     accelerator = config.accelerator_config = copy.copy(config.accelerator_config)
     if accelerator.dispatch_batches:
         state.voice.say("dispatch_batches is off: it would cut the sample boundaries of a batch apart")
@@ -311,7 +315,9 @@ def _trainer_init(original: Callable[..., None], trainer: Any, *args: Any, **kwa
 
         config = TrainingArguments(output_dir="tmp_trainer")  # as Trainer would
     config = copy.copy(config)
-    memory.settle_checkpointing(config, patched_core(model), legacy.given_fields(config))
+    given = legacy.given_fields(config)
+    _leave_liger_out(config, Voice(config.process_index == 0))
+    memory.settle_checkpointing(config, patched_core(model), given)
     flattened = isinstance(collator, PaddingFreeCollator)
     if flattened:
         # accelerate's dispatch mode, its default for streamed data, would cut the sample boundaries apart

@@ -88,7 +88,7 @@ def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> LayerGraphs |
 def _unfit(trainer: Any, state: State, core: Any) -> str | None:
     """What about this run graphs cannot be had with, whatever its batches."""
     if not one_process(trainer):
-        return "several processes take part"
+        return "other processes or DeepSpeed take part"
     if core._fastlm_model.limits:
         return "its rotary embedding depends on the longest sample"
     if any(policy_of(layer, False) != "keep" for layer in decoder_layers(core)):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LNTuningConfig, LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -212,6 +212,27 @@ def test_four_bit_bases(base, adapters, tmp_path, monkeypatch):
     assert adapters_fused(model, monkeypatch, False)[0] == fused - under
     assert adapters_fused(model, monkeypatch, True)[0] == fused - without
     assert (fused, without, under) == (14, 14 * (base == torch.float32), 14 * (base != adapters))
+
+
+def test_four_bits_under_a_float32_stream(tmp_path, monkeypatch):
+    """PEFT's preparation turns norms and embeddings to float32, and bitsandbytes gives back what it reads."""
+    model = four_bits(torch.bfloat16, torch.float32, tmp_path)
+    prepare_model_for_kbit_training(model.get_base_model(), use_gradient_checkpointing=False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    report = fastlm.patch(model)
+    limits = list(report.conditions.values())
+    without, under = (limits.count(f"lora {when} autocast only") for when in ("without", "under"))
+    fused = report.fused.get("lora", 0)
+    assert adapters_fused(model, monkeypatch, False)[0] == fused - under == 0
+    assert adapters_fused(model, monkeypatch, True)[0] == fused - without == 2
+    assert "bitsandbytes gives back torch.float32, what it reads" in report.stock[Q]
+
+
+def test_adapters_of_norms_are_no_lora():
+    config = LNTuningConfig(target_modules=["q_norm", "k_norm"])
+    report = fastlm.patch(get_peft_model(tiny_model("qwen3"), config))
+    assert "lora" not in report.fused and report.stock["model.layers.0.self_attn.q_norm"] == "no projection"
 
 
 def test_hooks_on_every_module_are_named(monkeypatch):

@@ -328,6 +328,17 @@ def test_a_backend_that_cannot_run_is_refused_and_nothing_patched(family, backen
     assert state_of(model) == before and not is_patched(model)
 
 
+def test_a_refused_backend_leaves_an_earlier_patch():
+    model = add_lora(tiny_model("stablelm"))
+    before = fastlm.patch(model)
+    assert before.fused["mlp"] == 2
+    with pytest.raises(ValueError, match="would not be used in this model"):
+        fastlm.patch(model, attention_backend="eager")
+    assert fastlm.report(model) == before
+    with pytest.raises(ValueError, match="unknown attention backend ''"):
+        fastlm.patch(tiny_model(), attention_backend="")
+
+
 def test_attention_dropout_and_unknown_activation_stay_stock():
     model = tiny_model("llama", attention_dropout=0.1, hidden_act="relu")
     report = fastlm.patch(model)

@@ -409,10 +409,40 @@ def test_a_model_without_a_setting_follows_the_arguments(tmp_path, capsys):
         args = TrainingArguments(str(tmp_path), use_cpu=True, **quiet(gradient_checkpointing=given))
         step(Trainer, args, runs.model("llama"), ids, also=[policies := Policies()])
         assert policies.seen == expected
-    args.fsdp_config = {"activation_checkpointing": True}  # recomputes by itself
-    (model := runs.model("llama")).get_base_model()._fastlm_checkpointing = "recompute"
-    assert not Trainer(model, args).args.gradient_checkpointing
     assert "activations are" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "environment", "recomputes"),
+    [
+        (True, {"ACCELERATE_USE_FSDP": "true"}, True),
+        (None, {"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING": "true"}, True),  # accelerate launch
+        (True, {}, False),  # FSDP is not on
+        ("false", {"ACCELERATE_USE_FSDP": "true"}, False),
+        (None, {"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING": "false"}, False),
+    ],
+)
+def test_where_fsdp_recomputes_nobody_else_does(asked, environment, recomputes, tmp_path, monkeypatch):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, **quiet())
+    args.fsdp_config = {} if asked is None else {"activation_checkpointing": asked}
+    for name in ("ACCELERATE_USE_FSDP", "FSDP_ACTIVATION_CHECKPOINTING"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    core = patched_core(runs.model("llama"))
+    core._fastlm_checkpointing = "recompute"
+    args.gradient_checkpointing = False
+    memory.settle_checkpointing(args, core, frozenset())
+    assert args.gradient_checkpointing is not recomputes
+
+
+def test_liger_is_left_out_of_every_trainer(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("transformers.training_args.is_liger_kernel_available", lambda: True, raising=False)
+    args = TrainingArguments(str(tmp_path), use_cpu=True, **quiet())
+    args.use_liger_kernel = True
+    trainer = Trainer(runs.model("llama"), args)
+    assert not trainer.args.use_liger_kernel and args.use_liger_kernel
+    assert "use_liger_kernel is ignored" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["DPO", "KTO", "Reward", "GRPO", "RLOO", "Distillation"])

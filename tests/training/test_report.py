@@ -21,6 +21,7 @@ from fastlm.training import report
 from fastlm.training.costs import OPTIMISERS, step_costs
 from fastlm.training.profile import StepProfiler
 from fastlm.training.report import TrainingReport, attended_pairs, count_operations
+from fastlm.training.room import optimiser_as_asked
 
 from ..tiny import add_lora, tiny_model
 from . import runs
@@ -351,6 +352,16 @@ def test_on_a_gpu(tmp_path: Any) -> None:
     bare = report._bare_tflops(patched_core(trainer.model), 512, torch.bfloat16)
     assert torch.equal(torch.cuda.get_rng_state(), before)
     assert bare is not None and bare > facts["tflops_per_second"]
+
+
+def test_an_optimiser_that_is_named_but_not_installed(tmp_path: Any) -> None:
+    """Nobody needs it beside one of the user's own."""
+    model = runs.model()
+    own = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    args = runs.config(tmp_path, optim="apollo_adamw", optim_target_modules=["q_proj"])
+    trainer = runs.trainer(model, runs.rows(), args, optimizers=(own, None))
+    assert not optimiser_as_asked(trainer)
+    assert "train_runtime" in trainer.train().metrics
 
 
 @pytest.mark.gpu

@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import PromptTuningConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastlm
 from fastlm.kernels import linear_cross_entropy
 from fastlm.training import step
 
+from ..tiny import tiny_model
 from . import runs
 
 fastlm.patch  # noqa: B018 (first use installs the wrappers)
@@ -61,6 +63,16 @@ def test_a_trained_head_takes_three_products(
     model = runs.model().requires_grad_()
     runs.train(model, runs.rows(), args)
     assert [wanted.weight for wanted in passes] == ([True] if loss_type == "nll" else [False, True])
+
+
+def test_weights_and_tokens_that_have_none(tmp_path: Any) -> None:
+    """Prompt learning adds tokens to the labels, not to the column."""
+    rows = [dict(row, weights=[0.5] * len(row["input_ids"])) for row in runs.rows((9, 5))]
+    model = get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    fastlm.patch(model)
+    args = runs.config(tmp_path, per_device_train_batch_size=2, gradient_checkpointing=False)
+    with pytest.raises(ValueError, match="prompt learning adds tokens that have none; remove the column"):
+        runs.train(model, Dataset.from_list(rows), args)
 
 
 def test_padding_free_metrics_equal_padded_ones(tmp_path: Any) -> None:
