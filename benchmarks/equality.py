@@ -25,7 +25,7 @@ import fastlm
 from benchmarks.timing import DEVICE, record, save
 from fastlm.models.graphs import LayerGraphs, size_of
 from fastlm.models.patch import decoder_layers, patched_core
-from fastlm.training.memory import _set_policy
+from fastlm.training.memory import set_policy
 
 _EIGHT_B = dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8)
 _QWEN3 = dict(vocab_size=151_936, num_key_value_heads=8, head_dim=128)
@@ -206,11 +206,11 @@ def fast_steps(model: Any, batch: Batch, autocast: bool, graphs: bool) -> Iterat
     for policy in (*_MIXED, "offload", "mixed"):
         core._fastlm_model.offload.on = policy == "offload"
         own = [_MIXED[i % 4] for i in range(len(layers))] if policy == "mixed" else [policy] * len(layers)
-        _set_policy(layers, own)
+        set_policy(layers, own)
         yield policy, step(model, [batch.packed()], batch.count, autocast)
     if graphs:
         core._fastlm_model.offload.on = False
-        _set_policy(layers, "keep")
+        set_policy(layers, "keep")
         lengths = [len(ids) for ids, _ in batch.samples]
         made = LayerGraphs(core.base_model, sum(lengths) * 2, print)
         made.bind(core.base_model)

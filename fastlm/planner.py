@@ -29,10 +29,10 @@ from .models.adapters import adapter_ranks
 from .models.patch import unwrap_peft
 from .models.twin import twin_of
 from .options import bits_of, check_bits, fit_length
-from .training import small_steps
-from .training.costs import _LONG_SAMPLE, POLICIES, Samples, StepCosts, in_words, ladder, overall, per_layer, step_costs
+from .training.costs import LONG_SAMPLE, POLICIES, Samples, StepCosts, in_words, ladder, overall, per_layer, step_costs
 from .training.memory import MARGIN, RESERVE
 from .training.report import PEAK_TFLOPS, Operations, attended_pairs, count_operations, gpu_of
+from .training.small_steps import worthwhile
 
 __all__ = ["GPUS", "Plan", "plan", "twin_of"]
 
@@ -212,9 +212,9 @@ def plan(
     chosen = _fastest(costs, policies, memory, tokens)
     most = _most_tokens(costs, policies, memory)
     longest = most // batch_size
-    if length < _LONG_SAMPLE <= longest:  # other attention
+    if length < LONG_SAMPLE <= longest:  # other attention
         longer = _most_tokens(costs_of(in_4bit, full, longest), policies, memory) // batch_size
-        longest = max(longer, _LONG_SAMPLE - 1)
+        longest = max(longer, LONG_SAMPLE - 1)
     limit = getattr(config.get_text_config(), "max_position_embeddings", _MOST_TOKENS)
     advice = None
     if chosen is None:
@@ -344,10 +344,8 @@ def _advice(
 def _graph_size(name: str | None, operations: Operations, costs: StepCosts, samples: int, length: int) -> int:
     """Tokens of the CUDA graph that serves so many samples of this length; 0 where the GPU would not wait without."""
     size = graphs.size_of(samples * length, samples, length)
-    speed = small_steps._SHARE * PEAK_TFLOPS.get(name or "", small_steps._OTHERS) * 1e12
-    tokens = small_steps._HOST * len(operations.layers) * speed / operations.useful(1, 0, Counter())
-    worthwhile = graphs.largest_size(int(tokens)) if costs.gradients <= graphs._MOST_TRAINED else 0
-    return size.tokens if size is not None and size.tokens <= worthwhile else 0
+    fits = size is not None and size.tokens <= worthwhile(operations, name) and costs.gradients <= graphs.MOST_TRAINED
+    return size.tokens if size is not None and fits else 0
 
 
 def _seconds(

@@ -34,11 +34,11 @@ from torch import Tensor
 from .attention_backends import BACKENDS as TABLE
 from .attention_backends import Call, package_function
 
-__all__ = ["BACKENDS", "attention", "backend_refusal", "choose_backend", "oversized"]
+__all__ = ["BACKENDS", "LONG_SAMPLE", "attention", "backend_refusal", "choose_backend", "oversized"]
 
 BACKENDS = tuple(TABLE)  # in order of preference
 _TRITON_FIRST = {9: (64, 128)}  # head sizes, by major compute capability
-_LONG_SAMPLE = 2048  # tokens from which flash4 goes first
+LONG_SAMPLE = 2048  # tokens from which flash4 goes first
 _FORCED_ONLY = frozenset({"flash3", "flash2", "xformers"})  # their packages have not been tried
 _INT32_MAX = 2**31 - 1
 
@@ -167,7 +167,7 @@ def attention(
     features: dict[str, Any] = dict(window=window, softcap=softcap)
     name = choose_backend(
         device.type, _capability(device), q.dtype, head_dim, sinks=sinks is not None, backend=backend,
-        long_samples=max_length >= _LONG_SAMPLE,
+        long_samples=max_length >= LONG_SAMPLE,
         too_large=oversized(tokens, len(cu_seqlens) - 1, max_length, heads, head_dim), **features,
     )  # fmt: skip
     scale = head_dim**-0.5 if scale is None else scale

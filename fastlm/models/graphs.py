@@ -31,11 +31,11 @@ from .adapters import global_hooks, has_hooks
 from .capture import Buffers, Graph, Size, run_stock
 from .checkpointing import policy_of
 
-__all__ = ["LayerGraphs", "Size", "largest_size", "size_of"]
+__all__ = ["MOST_TRAINED", "LayerGraphs", "Size", "largest_size", "size_of"]
 
 _STEP = 64  # tokens: sizes are multiples of it, or of an eighth of the power of two below
 _LONGEST = (1024, 2047, 8192, 2**15, 2**17)  # bounds of the longest sample; at 2,048 other attention kernels begin
-_MOST_TRAINED = 2**30  # bytes
+MOST_TRAINED = 2**30  # bytes of parameters, whose gradients a graph holds twice
 _CHANGES = 4  # of what a graph depends on, the first capture among them: from then on it runs without
 _NEEDED = {"input_ids", "boundaries", "position_ids", "attention_mask", "use_cache"}
 
@@ -234,7 +234,7 @@ class _Watched:
             return "it is on several devices"
         if not trained:
             return "none of its layers is trained"
-        if sum(tensor.nbytes for tensor in trained) > _MOST_TRAINED:
+        if sum(tensor.nbytes for tensor in trained) > MOST_TRAINED:
             return "its layers train more than 1 GiB of parameters, whose gradients a graph would hold twice"
         return None
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kernels.attention import _LONG_SAMPLE, choose_backend
+from ..kernels.attention import LONG_SAMPLE, choose_backend
 from ..kernels.linear_cross_entropy import chunk_rows
 from ..kernels.lora import TILE
 from ..models.layers import attention_features
@@ -109,7 +109,7 @@ class Samples:
         if features["window"] and features["window"] >= self.length:
             features["window"] = None
         return choose_backend(
-            "cuda", self.capability, dtype, attention.head_dim, long_samples=self.length >= _LONG_SAMPLE, **features
+            "cuda", self.capability, dtype, attention.head_dim, long_samples=self.length >= LONG_SAMPLE, **features
         )
 
 

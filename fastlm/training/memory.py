@@ -31,8 +31,8 @@ from .room import agreed, check_batch, free_bytes, largest_batch, last_policy, o
 from .say import Voice
 from .step import State, one_process, state_of
 
-__all__ = ["MARGIN", "RESERVE", "Activations", "begin", "kept_bytes", "largest_batch", "settle_checkpointing",
-           "training_step"]  # fmt: skip
+__all__ = ["MARGIN", "RESERVE", "Activations", "begin", "kept_bytes", "largest_batch", "set_policy",
+           "settle_checkpointing", "training_step"]  # fmt: skip
 
 # Fragmentation, and what the counts leave out. Steps of different lengths ran out of memory at 93% and at 94% of what
 # the process could have (Llama-3-8B shapes in 24 GiB, Qwen3-8B's in 140; H200).
@@ -111,7 +111,7 @@ def _training_step(
     elif activations.policy == "first":
         _choose(trainer, layers, state, activations)
     elif activations.policy in _KEEPING and layers[-1].gradient_checkpointing:  # train() was called again
-        _set_policy(layers, activations.mix or activations.policy)
+        set_policy(layers, activations.mix or activations.policy)
     _offload(trainer).on = activations.policy == "offload"
     if _can_be_done_again(trainer, layers, activations):
         loss = _again_if_too_large(original, trainer, layers, state, activations, model, inputs, *args, **kwargs)
@@ -212,7 +212,7 @@ def _left_gradients_alone(trainer: Any, activations: Activations) -> bool:
     return all(id(parameter) in known and not parameter._post_accumulate_grad_hooks for parameter in trained)
 
 
-def _set_policy(layers: list[Any], policy: str | Sequence[str]) -> None:
+def set_policy(layers: list[Any], policy: str | Sequence[str]) -> None:
     """policy: of all layers, or of each."""
     for layer, own in zip(layers, per_layer(policy, len(layers)), strict=True):
         layer.gradient_checkpointing = own not in _KEEPING
@@ -291,7 +291,7 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
 def _take(activations: Activations, layers: list[Any], level: tuple[str, ...]) -> None:
     activations.policy = overall(level)
     activations.mix = level if activations.policy == "mixed" else ()
-    _set_policy(layers, level)
+    set_policy(layers, level)
 
 
 def _lower(activations: Activations, count: int) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from ..models.patch import decoder_layers, patched_core
 from ..models.twin import twin_of
 from .costs import OPTIMISERS, step_costs
 from .profile import StepProfiler
-from .room import _counted, optimiser_as_asked
+from .room import counted, optimiser_as_asked
 from .step import State, one_process, state_of
 
 __all__ = ["PEAK_TFLOPS", "Operations", "TrainingReport", "add_to_log", "attended_pairs", "count_operations",
@@ -335,7 +335,7 @@ def _predicted_peak(trainer: Any, largest: Mapping[tuple[str, ...], int]) -> int
     if core is None or state is None or not state.own_head or state.graphs or trainer.compute_loss_func is not None:
         return None
     devices = {parameter.device for parameter in model.parameters()}
-    if not min(largest.values(), default=0) or not one_process(trainer) or not _counted(trainer, devices):
+    if not min(largest.values(), default=0) or not one_process(trainer) or not counted(trainer, devices):
         return None
     patched, ranks = core.__dict__["_fastlm_model"].report, adapter_ranks(core)
     if patched.stock or patched.fused.get("lora", 0) != len(ranks):

@@ -17,8 +17,8 @@ from ..packing.dataset import EVEN_AT, lengths_of
 from .costs import OPTIMISERS, StepCosts, in_words, step_costs
 from .step import State, one_process, state_of
 
-__all__ = ["agreed", "check_batch", "free_bytes", "largest_batch", "last_policy", "offload_ahead", "refusal",
-           "tokens_of"]  # fmt: skip
+__all__ = ["agreed", "check_batch", "counted", "free_bytes", "largest_batch", "last_policy", "offload_ahead",
+           "optimiser_as_asked", "refusal", "tokens_of"]  # fmt: skip
 
 _SLACK = 1.03  # peaks are predicted this well; a batch that may yet fit is tried
 
@@ -104,7 +104,7 @@ def check_batch(trainer: Any, inputs: dict[str, Any]) -> None:
         offload_ahead(trainer, state, (recomputed - there) * helps)
 
 
-def _counted(trainer: Any, devices: set[torch.device]) -> bool:
+def counted(trainer: Any, devices: set[torch.device]) -> bool:
     """Whether costs.py counts what this run does: one GPU, one dtype, something to train in every layer."""
     return one_process(trainer) and _alike(trainer, devices)
 

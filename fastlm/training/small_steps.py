@@ -19,11 +19,11 @@ from ..models.graphs import LayerGraphs, Size, largest_size, size_of
 from ..models.patch import decoder_layers, patched_core
 from ..packing.dataset import lengths_of
 from . import memory, optimizers
-from .report import PEAK_TFLOPS, count_operations, gpu_of
+from .report import PEAK_TFLOPS, Operations, count_operations, gpu_of
 from .room import free_bytes
 from .step import State, one_process, state_of
 
-__all__ = ["train", "training_step"]
+__all__ = ["train", "training_step", "worthwhile"]
 
 _HOST = 0.006  # seconds in which the host launches a layer, forward and backward: 0.2 s for 32 (16-core server, H200)
 _SHARE = 0.65  # of the data sheet's TFLOP/s that products of some thousand rows reach
@@ -63,15 +63,15 @@ def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> LayerGraphs |
     boundaries = inputs.get("boundaries")
     if core is None or boundaries is None or not getattr(core, "_fastlm_cuda_graphs", True):
         return None
-    worthwhile = _worthwhile(core)
+    most = _worthwhile(core)
     unfit = _unfit(trainer, state, core)
     if unfit is not None:
-        if boundaries.token_count <= worthwhile:
+        if boundaries.token_count <= most:
             state.voice.say(f"steps of few tokens run without CUDA graphs: {unfit}")
         return None
     largest = int(memory.largest_batch(trainer, state, boundaries.token_count))
     whole = size_of(largest, boundaries.sample_count, boundaries.max_length)
-    limit = min(worthwhile, largest if whole is None else whole.tokens)
+    limit = min(most, largest if whole is None else whole.tokens)
     sizes = _expected(trainer, limit)
     if not sizes and (sizes is not None or boundaries.token_count > limit):
         return None
@@ -107,8 +107,12 @@ def _worthwhile(core: Any) -> int:
     operations = count_operations(core)
     if operations is None or core.device.type != "cuda":
         return 0
-    peak = PEAK_TFLOPS.get(gpu_of(torch.cuda.get_device_name(core.device)) or "", _OTHERS)
-    seconds = operations.useful(1, 0, Counter()) / (_SHARE * peak * 1e12)  # a token's
+    return worthwhile(operations, gpu_of(torch.cuda.get_device_name(core.device)))
+
+
+def worthwhile(operations: Operations, gpu: str | None) -> int:
+    """The same of a model with these operations, on a GPU of the table, or another."""
+    seconds = operations.useful(1, 0, Counter()) / (_SHARE * PEAK_TFLOPS.get(gpu or "", _OTHERS) * 1e12)  # a token's
     return largest_size(int(_HOST * len(operations.layers) / seconds))
 
 

@@ -195,7 +195,7 @@ def test_what_an_earlier_trainer_chose_is_not_that_of_transformers_own(tmp_path,
 )  # fmt: skip
 def test_graphs_are_for_layers_that_keep_all(tmp_path, monkeypatch, level, asked):
     trainer, _ = run(tmp_path, layers=3)
-    memory._set_policy(memory._layers(trainer), level)
+    memory.set_policy(memory._layers(trainer), level)
     seen: list[int] = []
     monkeypatch.setattr(memory, "largest_batch", lambda trainer, state, tokens: seen.append(tokens) or tokens)
     batch = next(iter(trainer.get_train_dataloader()))
@@ -216,7 +216,7 @@ def test_ranks_take_the_least_of_what_fits(tmp_path, free, monkeypatch):
     monkeypatch.setattr(trainer.accelerator, "gather", gather)
     state = state_of(trainer)
     layers = memory._layers(trainer)
-    memory._set_policy(layers, R)
+    memory.set_policy(layers, R)
     memory._choose(trainer, layers, state, state.activations)
     assert seen[1:] == [9] and policies(trainer) == [R, L, L] and state.activations.mix == (R, L, L)
 

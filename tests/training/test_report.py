@@ -258,7 +258,7 @@ def test_a_run_that_is_profiled_throughout_tells_no_speed(tmp_path: Any, monkeyp
 
 
 def counts_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_counted", lambda trainer, devices: True)
+    monkeypatch.setattr(report, "counted", lambda trainer, devices: True)
 
 
 def full_model() -> Any:

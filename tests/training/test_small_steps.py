@@ -113,7 +113,7 @@ def test_a_run_that_asks_for_none_says_nothing(tmp_path: Any, capsys: Any) -> No
 def test_what_stands_in_the_way_is_said(reason: str, tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
     if reason == "full":
         model = runs.model(lora=False)
-        monkeypatch.setattr("fastlm.models.graphs._MOST_TRAINED", 1000)
+        monkeypatch.setattr("fastlm.models.graphs.MOST_TRAINED", 1000)
     elif reason == "dropout":
         from tests.tiny import add_lora, tiny_model
 
@@ -171,7 +171,7 @@ def test_more_than_fits_beside_the_graphs(tmp_path: Any, capsys: Any, monkeypatc
     monkeypatch.setattr(memory, "training_step", keeps)
     monkeypatch.setattr(
         memory, "_choose", lambda trainer, layers, state, activations: (
-            setattr(activations, "policy", "keep"), memory._set_policy(layers, "keep"))
+            setattr(activations, "policy", "keep"), memory.set_policy(layers, "keep"))
     )  # fmt: skip
     made.train()
     assert calls[5] == calls[6] == "keep" and calls[-1] == "keep"
