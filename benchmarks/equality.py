@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import fastlm
+from benchmarks.step import quantise
 from benchmarks.timing import DEVICE, record, save
 from fastlm.models.graphs import LayerGraphs, size_of
 from fastlm.models.patch import decoder_layers, patched_core
@@ -140,7 +141,7 @@ def stock_model(shape: str, mode: Mode, layers: int, longest: int, tiny: bool = 
         if "norm" in name:
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
     if mode.nf4:
-        _exchange(model, nn.Linear, _quantised)
+        quantise(model)
     return (model if mode.full else _adapted(model, mode)).train()
 
 
@@ -157,26 +158,6 @@ def _adapted(model: Any, mode: Mode) -> Any:
     return model
 
 
-def _exchange(model: Any, kind: type[nn.Module], make: Any) -> None:
-    """Every module of exactly this kind, the head apart, by what is made of it."""
-    for name, module in list(model.named_modules()):
-        if type(module) is kind and "lm_head" not in name:
-            model.set_submodule(name, make(module))
-
-
-def _quantised(linear: nn.Linear) -> nn.Module:
-    import bitsandbytes
-
-    facts = dict(quant_type="nf4", compress_statistics=True)
-    new = bitsandbytes.nn.Linear4bit(
-        linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=linear.weight.dtype, **facts
-    )
-    new.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, **facts)
-    if linear.bias is not None:
-        new.bias = nn.Parameter(linear.bias.data, requires_grad=False)
-    return new.to(DEVICE)
-
-
 def _dense(quantised: Any) -> nn.Module:
     from bitsandbytes.functional import dequantize_4bit
 
@@ -189,10 +170,12 @@ def _dense(quantised: Any) -> nn.Module:
 
 
 def _exact(model: Any, mode: Mode) -> Any:
-    if any(type(module).__name__ == "Linear4bit" for module in model.modules()):
-        import bitsandbytes
+    if mode.nf4:
+        from bitsandbytes.nn import Linear4bit
 
-        _exchange(model, bitsandbytes.nn.Linear4bit, _dense)
+        for name, module in list(model.named_modules()):
+            if type(module) is Linear4bit:
+                model.set_submodule(name, _dense(module))
     return model.double() if mode.dtype == torch.float32 else model.float()
 
 

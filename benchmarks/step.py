@@ -105,6 +105,7 @@ def build(given: argparse.Namespace) -> Any:
     model = plain(given.arch)
     if given.qlora:
         quantise(model)
+        model.is_loaded_in_4bit = True  # PEFT asks for it
     if given.full:
         if not given.stock:
             patch(model)
@@ -135,10 +136,10 @@ def quantise(model: nn.Module) -> None:
                 child.in_features, child.out_features, bias=False, compute_dtype=torch.bfloat16,
                 quant_type="nf4", device="meta",
             )  # fmt: skip
+            layer.bias = None if child.bias is None else nn.Parameter(child.bias.data, requires_grad=False)
             packed: Any = Params4bit(child.weight.data, requires_grad=False, quant_type="nf4", module=layer)
             layer.weight = packed.to(child.weight.device)  # quantises
             setattr(module, name, layer)
-    model.is_loaded_in_4bit = True  # type: ignore[assignment]  # PEFT asks for it
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

@@ -239,9 +239,9 @@ def plan(
         spent["CUDA graphs"] = costs.graphs(size)
     seconds, known = {}, {}
     for name in names if chosen is not None else ():
-        own, gpu = costs_of(in_4bit, full, device=GPUS[name].capability), GPUS[name]
-        setting = (each, captured(name) or tokens, length, micro_batches, in_4bit, full)
-        seconds[name], known[name] = _seconds(gpu, own, operations, *setting, graphed=captured(name) > 0)
+        own, gpu, graph = costs_of(in_4bit, full, device=GPUS[name].capability), GPUS[name], captured(name)
+        setting = (each, graph or tokens, length, micro_batches, in_4bit, full)
+        seconds[name], known[name] = _seconds(gpu, own, operations, *setting, graphed=graph > 0)
     return Plan(
         fits=chosen is not None, policy=overall(each), layers=dict(Counter(each)),
         peak_bytes=sum(spent.values()), parts=spent, peaks=peaks, memory_bytes=memory,
@@ -344,8 +344,9 @@ def _advice(
 def _graph_size(name: str | None, operations: Operations, costs: StepCosts, samples: int, length: int) -> int:
     """Tokens of the CUDA graph that serves so many samples of this length; 0 where the GPU would not wait without."""
     size = graphs.size_of(samples * length, samples, length)
-    fits = size is not None and size.tokens <= worthwhile(operations, name) and costs.gradients <= graphs.MOST_TRAINED
-    return size.tokens if size is not None and fits else 0
+    if size is None or size.tokens > worthwhile(operations, name) or costs.gradients > graphs.MOST_TRAINED:
+        return 0
+    return size.tokens
 
 
 def _seconds(

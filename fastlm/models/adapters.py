@@ -153,8 +153,9 @@ def _verdicts(
     modules: Sequence[nn.Module], dtype: torch.dtype, autocast: bool, x_dtype: torch.dtype, training: bool = False
 ) -> Iterator[Projection | str]:
     """Each module as what a fused function takes, or why it cannot be; with training, as if it were in training."""
+    hooked = global_hooks()
     for module in modules:
-        if global_hooks():
+        if hooked:
             yield "a hook on every module would be skipped"
         else:
             yield _projection(module, dtype, autocast, x_dtype, training or module.training)

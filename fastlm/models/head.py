@@ -282,9 +282,10 @@ def _mean_logits(model: Any, rows: Tensor, targets: Tensor, temperature: float) 
 
 def weighted_sum(per_token: Tensor, boundaries: SequenceBoundaries | None, weights: Tensor | None) -> Tensor:
     """Sum of weight x per_token [B, T - 1]; weights [B, T] or in the boundaries, 1 without."""
-    if boundaries is not None and boundaries.row_weight is not None and boundaries.label_positions is not None:
-        positions, own = (x.to(per_token.device) for x in (boundaries.label_positions, boundaries.row_weight))
-        return (per_token[0].index_select(0, positions) * own).sum()
+    if boundaries is not None and boundaries.row_weight is not None:
+        boundaries = boundaries_on(boundaries, per_token.device)
+        assert boundaries.label_positions is not None and boundaries.row_weight is not None  # moved, no more
+        return (per_token[0].index_select(0, boundaries.label_positions) * boundaries.row_weight).sum()
     return (per_token if weights is None else per_token * weights[:, 1:]).sum()
 
 

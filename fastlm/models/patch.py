@@ -126,8 +126,8 @@ def patch(model: nn.Module, *, attention_backend: str | None = None) -> PatchRep
                 groups = projection_groups(form)
                 unfused, when = adapter_limits(module, groups, core.dtype)
                 unfused |= {child: "no projection" for child in adapted if child not in sum(map(tuple, groups), ())}
-                for _ in adapted[len(unfused) :]:
-                    _note(fused, stock, "lora", name, None)
+                if count := len(adapted) - len(unfused):
+                    fused["lora"] = fused.get("lora", 0) + count
                 stock |= {f"{name}.{child}": why for child, why in unfused.items()}
                 conditions |= {f"{name}.{child}".rstrip("."): how for child, how in when.items()}
     obstacle, limits = boundary_obstacle(core, stock)

@@ -253,14 +253,13 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
     norms, products = ([0 if one is None else getattr(one, what) for one in map(_patch, layers)]
                        for what in ("norms", "products"))  # fmt: skip
     levels = ladder([spared(*sizes) for sizes in zip(norms, products, strict=True)])
-    gauge, needed = _gauge(trainer), list[int]()
+    gauge, needed, taken = _gauge(trainer), list[int](), activations.peak - activations.before
     if gauge is not None:
         longer = max(1.0, largest_batch(trainer, state, activations.tokens) / activations.tokens)
         trained = sum(parameter.nbytes for parameter in activations.trained)
         aside = trained * (trainer.args.gradient_accumulation_steps > 1)  # during a micro-step
         # what can be done again shows by itself that a longer batch is too much
         again = one_process(trainer) and aside <= len(layers) * _input(trainer, activations)
-        taken = activations.peak - activations.before
         missing = int(taken + max(0, taken - trained) * (0 if again else longer - 1)) - gauge.free
         leaves = int((len(layers) - 2) * (1 if again else longer) * _input(trainer, activations))
         helps = last_policy(layers) == "offload" and missing <= leaves
@@ -268,7 +267,7 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
             return
     if gauge is not None and all(kept):
         longer = min(longer, _LONGER) if one_process(trainer) else longer
-        steps = _worst_moments(levels[1:], kept, norms, products, activations.peak - activations.before)
+        steps = _worst_moments(levels[1:], kept, norms, products, taken)
         needed = [int(longer * MARGIN * step) + RESERVE + aside for step in steps]
     choice = 0 if gauge is None else agreed(trainer, sum(size < gauge.free for size in needed))  # they rise
     level = levels[choice]

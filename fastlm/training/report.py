@@ -25,10 +25,9 @@ from ..models.adapters import adapter_ranks
 from ..models.checkpointing import policy_of
 from ..models.layers import attention_features
 from ..models.patch import decoder_layers, patched_core
-from ..models.twin import twin_of
-from .costs import OPTIMISERS, step_costs
+from .costs import OPTIMISERS
 from .profile import StepProfiler
-from .room import counted, optimiser_as_asked
+from .room import costs_of, counted, optimiser_as_asked
 from .step import State, one_process, state_of
 
 __all__ = ["PEAK_TFLOPS", "Operations", "TrainingReport", "add_to_log", "attended_pairs", "count_operations",
@@ -345,14 +344,8 @@ def _predicted_peak(trainer: Any, largest: Mapping[tuple[str, ...], int]) -> int
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(parameter.dtype != core.dtype for parameter in trained) and not (args.bf16 or args.fp16):
         return None  # such adapters run unfused
-    try:
-        costs = step_costs(
-            twin_of(core.config, core.dtype), ranks, full=not ranks, quantised=getattr(core, "is_quantized", False),
-            optimiser=args.optim, accumulates=args.gradient_accumulation_steps > 1,
-        )  # fmt: skip
-    except (KeyError, RuntimeError, ValueError):  # a class of the user's own, or one with more than a decoder
-        return None
-    if sum(parameter.nbytes for parameter in trained) != costs.gradients:
+    costs = costs_of(trainer, core, full=not ranks, optimiser=args.optim)
+    if costs is None or sum(parameter.nbytes for parameter in trained) != costs.gradients:
         return None
     return max(sum(costs.worst_moment(policies, tokens).values()) for policies, tokens in largest.items())
 
@@ -369,8 +362,8 @@ def _lines(facts: dict[str, float], steps: int, ranks: int = 1) -> list[str]:
         line = f"{useful:.4g} useful TFLOP/s, {spent:.4g} with what is computed twice"
         line += f"; MFU {facts['mfu']:.1%}" if "mfu" in facts else ""
         lines.append(line + (f"; {facts['floor_share']:.2f} of the floor" if "floor_share" in facts else ""))
-    counted = f" (counted {facts['predicted_peak_gib']:.1f})" if "predicted_peak_gib" in facts else ""
-    words = [f"peak memory {facts['peak_memory_gib']:.1f} GiB{counted}"] if "peak_memory_gib" in facts else []
+    beside = f" (counted {facts['predicted_peak_gib']:.1f})" if "predicted_peak_gib" in facts else ""
+    words = [f"peak memory {facts['peak_memory_gib']:.1f} GiB{beside}"] if "peak_memory_gib" in facts else []
     policies = [f"{name.removeprefix('layers_')} x {n:.0f}" for name, n in facts.items() if name.startswith("layers_")]
     words += [f"activations: {', '.join(policies)}"] if policies else []
     return lines + (["; ".join(words)] if words else [])

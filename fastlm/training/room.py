@@ -17,8 +17,8 @@ from ..packing.dataset import EVEN_AT, lengths_of
 from .costs import OPTIMISERS, StepCosts, in_words, step_costs
 from .step import State, one_process, state_of
 
-__all__ = ["agreed", "check_batch", "counted", "free_bytes", "largest_batch", "last_policy", "offload_ahead",
-           "optimiser_as_asked", "refusal", "tokens_of"]  # fmt: skip
+__all__ = ["agreed", "check_batch", "costs_of", "counted", "free_bytes", "largest_batch", "last_policy",
+           "offload_ahead", "optimiser_as_asked", "refusal", "tokens_of"]  # fmt: skip
 
 _SLACK = 1.03  # peaks are predicted this well; a batch that may yet fit is tried
 
@@ -93,7 +93,7 @@ def check_batch(trainer: Any, inputs: dict[str, Any]) -> None:
     state.first_batch_checked = True
     devices = {parameter.device for parameter in trainer.model.parameters()}
     core: Any = patched_core(trainer.model)
-    if "input_ids" not in inputs or not _alike(trainer, devices) or (costs := _costs(trainer, core)) is None:
+    if "input_ids" not in inputs or not _alike(trainer, devices) or (costs := costs_of(trainer, core)) is None:
         return
     tokens, there = tokens_of(inputs), free_bytes(*devices) + costs.weights + costs.adapters
     if one_process(trainer) and (reason := refusal(trainer, state, costs, tokens, there)):
@@ -181,9 +181,15 @@ def optimiser_as_asked(trainer: Any) -> bool:
     return type(optimiser) is kind and all(optimiser.defaults.get(key, own) == own for key, own in options.items())
 
 
-def _costs(trainer: Any, core: Any) -> StepCosts | None:
-    """Of a first step of this run; None where something trains that is not counted, or a layer is not fused."""
-    full, in_4bit = getattr(core, "_fastlm_full_finetuning", False), getattr(core, "is_loaded_in_4bit", False)
+def costs_of(
+    trainer: Any, core: Any, *, full: bool | None = None, optimiser: str | None = None
+) -> StepCosts | None:  # fmt: skip
+    """Of a step of this run; None where something trains that is not counted, or a layer is not fused.
+
+    full: every weight trains; by default what the loader said. optimiser: its name; by default as for the first step.
+    """
+    full = getattr(core, "_fastlm_full_finetuning", False) if full is None else full
+    in_4bit = getattr(core, "is_loaded_in_4bit", False)
     ranks = adapter_ranks(core)
     if (getattr(core, "is_quantized", False) and not in_4bit) or bool(full) == bool(ranks):
         return None
@@ -193,7 +199,8 @@ def _costs(trainer: Any, core: Any) -> StepCosts | None:
         return None
     if not ranks.keys() <= dict(twin.named_modules()).keys():
         return None
-    accumulates, optimiser = trainer.args.gradient_accumulation_steps > 1, _optimiser(trainer)
-    costs = step_costs(twin, ranks, full=full, quantised=in_4bit, optimiser=optimiser, accumulates=accumulates)
+    accumulates = trainer.args.gradient_accumulation_steps > 1
+    name = optimiser or _optimiser(trainer)
+    costs = step_costs(twin, ranks, full=full, quantised=in_4bit, optimiser=name, accumulates=accumulates)
     trained = sum(parameter.nbytes for parameter in trainer.model.parameters() if parameter.requires_grad)
     return None if trained < costs.adapters else costs  # adapters of another kind or dtype, or some that do not train

@@ -12,7 +12,7 @@ from torch import Tensor
 import fastlm
 from fastlm.models import layers
 from tests.models.batches import LAYOUTS, alone, loss_and_gradients, samples, target_count
-from tests.models.test_equality import assert_no_leak, errors
+from tests.models.test_equality import assert_bf16_errs_no_more, assert_no_leak
 from tests.tiny import add_lora, enable_checkpointing, relative_error, tiny_model
 
 ROWS = samples()
@@ -101,15 +101,7 @@ def test_switched_off_it_is_stock(name: str) -> None:
 
 @each_model
 def test_bf16_errs_no_more_than_stock(name: str) -> None:
-    def run(seed: int) -> Any:
-        stock, fast = pair(name, seed=seed, dtype=torch.bfloat16)
-        rows = samples(seed=seed)
-        yield loss_and_gradients(copy.deepcopy(stock).float(), alone(rows), COUNT)
-        yield loss_and_gradients(stock, alone(rows), COUNT)
-        yield loss_and_gradients(fast, LAYOUTS["flattened"](rows), COUNT)
-
-    for tensor, (stock, ours) in errors(run).items():
-        assert ours <= 1.25 * stock + 1e-3, tensor
+    assert_bf16_errs_no_more(lambda seed: pair(name, seed=seed, dtype=torch.bfloat16))
 
 
 @each_model

@@ -73,8 +73,14 @@ def test_autocast_errs_no_more_than_stock(family, lora, layout):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_errs_no_more_than_stock(family):
+    assert_bf16_errs_no_more(lambda seed: pair(family, True, seed=seed, dtype=torch.bfloat16))
+
+
+def assert_bf16_errs_no_more(pair_of):
+    """pair_of: seed -> stock and fastlm's, in bf16."""
+
     def run(seed):
-        stock, fast = pair(family, True, seed=seed, dtype=torch.bfloat16)
+        stock, fast = pair_of(seed)
         rows = samples(seed=seed)
         yield loss_and_gradients(copy.deepcopy(stock).float(), alone(rows), COUNT)
         yield loss_and_gradients(stock, alone(rows), COUNT)

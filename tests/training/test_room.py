@@ -30,7 +30,7 @@ def trainer(tmp_path: Any, setting: Any = "fastlm", model: Any = None, **config:
 
 
 def why(made: Any, tokens: int = 8000, free: int = 0) -> str | None:
-    costs = room._costs(made, room.patched_core(made.model))
+    costs = room.costs_of(made, room.patched_core(made.model))
     there = 0 if costs is None else free + costs.weights + costs.adapters
     return None if costs is None else refusal(made, state_of(made), costs, tokens, there)
 
@@ -114,7 +114,7 @@ def test_a_step_of_the_optimiser_that_cannot_fit_is_refused(tmp_path, optim, eac
     made = trained_whole(tmp_path, optim=optim)
     made.create_optimizer()
     weights = sum(parameter.nbytes for parameter in made.model.parameters())
-    costs = room._costs(made, made.model)
+    costs = room.costs_of(made, made.model)
     enough = each * weights / 1.03  # _SLACK
     reason = refusal(made, state_of(made), costs, 1, int(enough) - 1)
     assert reason.startswith("the optimiser's step takes 0.0 GiB, whatever the batch: weights, gradients and the st")
@@ -141,21 +141,21 @@ def test_states_that_are_not_known_or_there_already_are_not_counted(tmp_path, ca
     if case == "states are there":
         made.model(input_ids=torch.tensor([[5, 6]]), labels=torch.tensor([[5, 6]])).loss.backward()
         optimizer.step()
-    assert room._costs(made, made.model).optimiser == 0
+    assert room.costs_of(made, made.model).optimiser == 0
 
 
 def test_the_optimiser_inside_accelerates_is_known(tmp_path):
     made = trained_whole(tmp_path, optim="adamw_torch_fused")
     made.optimizer = made.accelerator.prepare(made.create_optimizer())
     weights = sum(parameter.nbytes for parameter in made.model.parameters())
-    assert room._costs(made, made.model).optimiser == 2 * weights
+    assert room.costs_of(made, made.model).optimiser == 2 * weights
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A trainer of which check_batch believes that its model is on a GPU with no room at all."""
     monkeypatch.setattr(room, "free_bytes", lambda device: 0)
-    monkeypatch.setattr(room, "_costs", lambda trainer, core: SimpleNamespace(weights=4, adapters=3))
+    monkeypatch.setattr(room, "costs_of", lambda trainer, core: SimpleNamespace(weights=4, adapters=3))
     monkeypatch.setattr(room, "refusal", lambda trainer, state, costs, tokens, there: f"{there} for {tokens} tokens")
     monkeypatch.setattr(room, "patched_core", lambda model: model)
     monkeypatch.setattr(room, "decoder_layers", lambda core: core.layers)
@@ -235,7 +235,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(runs, "LENGTHS", (50,) * 8)
 
     def set_free(made: Any, more: int) -> int:
-        costs, tokens = room._costs(made, room.patched_core(made.model)), sum(runs.LENGTHS)
+        costs, tokens = room.costs_of(made, room.patched_core(made.model)), sum(runs.LENGTHS)
         offloaded, recomputed = (room._needed(costs, policy, tokens) for policy in ("offload", "recompute"))
         free = offloaded - costs.weights - costs.adapters + more
         monkeypatch.setattr(room, "_SLACK", 1.0)
