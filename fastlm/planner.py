@@ -229,14 +229,14 @@ def plan(
 
     def captured(name: str | None) -> int:
         """Tokens of a micro-batch as a CUDA graph on this GPU; 0 where it is none. As small_steps.py decides."""
-        if forced or overall(each) != "keep" or twin._fastlm_model.limits:
+        if twin._fastlm_model.limits:
             return 0
         size = _graph_size(name, operations, costs, batch_size, length)
-        return size if _needed(costs, each, tokens) + MARGIN * costs.graphs(size) <= memory else 0
+        return size if _needed(costs, each, tokens) + MARGIN * costs.graphs(size, each) <= memory else 0
 
     spent = costs.worst_moment(each, tokens)
     if size := captured(min(names, key=lambda name: GPUS[name].memory, default=None)):
-        spent["CUDA graphs"] = costs.graphs(size)
+        spent["CUDA graphs"] = costs.graphs(size, each)
     seconds, known = {}, {}
     for name in names if chosen is not None else ():
         own, gpu, graph = costs_of(in_4bit, full, device=GPUS[name].capability), GPUS[name], captured(name)
@@ -368,7 +368,7 @@ def _seconds(
         # dequantised: 2.5 bytes a weight at 64% of a copy's bandwidth, twice
         moved += (2 + twice) * 8 * one.forward * in_4bit
         host += (_HOST_TWICE if twice else _HOST) * (not graphed)
-    sent = 2 * tokens * sum(layer.entering for layer in costs.layers) if policies[0] == "offload" else 0
+    sent = 2 * tokens * sum(layer.entering for layer in costs.layers) if policies[0] == "offload" and not graphed else 0
     computing += moved / (gpu.copy * 1e12)  # copies to host memory and back, and launches, run beside all this
     longest = max(host, sent / (gpu.link * 1e9))
     stepping = 2 * (costs.optimiser + costs.gradients + costs.adapters + costs.weights * full) / (gpu.copy * 1e12)

@@ -64,6 +64,16 @@ class _Frozen:
     output_needed: bool = True
     products_kept: bool = True
     head_dim: int = 0
+    casts: tuple[tuple[Tensor, Tensor] | None, ...] = ()
+
+    def cast(self, adapters: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """All a and all b in the compute dtype; a as it is where no cast is there, which `stack` makes."""
+        count = len(self.weights)
+        a, b = list(adapters[:count]), list(adapters[count:])
+        for index, made in enumerate(self.casts):
+            if made is not None and made[0].dtype == self.dtype:
+                a[index], b[index] = made
+        return a, [in_dtype(tensor, self.dtype) for tensor in b]
 
 
 def _compute_dtype(x: Tensor, weight: Tensor | Dequantizable) -> torch.dtype:
@@ -123,11 +133,9 @@ class LoraLinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, frozen: _Frozen, cos: Tensor | None, sin: Tensor | None, *adapters: Tensor | None
     ) -> tuple[Tensor, ...]:
-        count = len(frozen.weights)
-        a, b = adapters[:count], adapters[count:]
         with torch.autocast(x.device.type, enabled=False):
             rows = _rows(x, frozen.dtype)
-            cast = [in_dtype(tensor, frozen.dtype) for tensor in b]
+            a, cast = frozen.cast(adapters)
             stacked = stack(a, frozen.dtype)
             low = None if stacked is None else rows @ stacked.t()  # [T, sum of r]
             outputs = [_shaped(y, x) for y in _products(frozen, frozen.weights, cast, rows, low)]
@@ -215,11 +223,11 @@ class LoraMLPFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, frozen: _Frozen, *adapters: Tensor | None) -> Tensor:
-        a, b = adapters[:3], adapters[3:]
         dtype = frozen.dtype
         with torch.autocast(x.device.type, enabled=False):
             rows = _rows(x, dtype)
-            cast = [in_dtype(tensor, dtype) for tensor in (*b, a[2])]
+            a, b = frozen.cast(adapters)
+            cast = [*b, in_dtype(a[2], dtype)]
             stacked = stack(a[:2], dtype)
             low = None if stacked is None else rows @ stacked.t()
             several = len(rows) > TILE
@@ -310,6 +318,7 @@ def _split(
     frozen = _Frozen(
         tuple(p.weight for p in projections), tuple(p.bias for p in projections), tuple(p.scale for p in projections),
         _compute_dtype(x, projections[0].weight), activation, output_needed, products_kept, head_dim,
+        tuple(p.casts for p in projections),
     )  # fmt: skip
     return frozen, [*(p.a for p in projections), *(p.b for p in projections)]
 

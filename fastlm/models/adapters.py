@@ -17,9 +17,12 @@ from ..kernels.lora import Projection
 from ..kernels.nf4 import NF4Weight
 
 __all__ = [
-    "adapter_limits", "adapter_ranks", "autocast_dtype", "fusable", "global_hooks", "has_hooks", "is_adapted",
+    "CASTS", "adapter_limits", "adapter_ranks", "autocast_dtype", "factors", "fusable", "global_hooks", "has_hooks", "is_adapted",
     "is_class_forward", "is_ours", "runs_hooks",
 ]  # fmt: skip
+
+
+CASTS = "_fastlm_casts"  # on an adapted projection while a pass is captured (capture.py): A and B in its dtype
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -169,7 +172,7 @@ def _projection(
 ) -> Projection | str:
     if has_hooks(module):
         return "a hook on it would be skipped"
-    base, a, b, scale = module, None, None, 1.0
+    base, a, b, scale, casts = module, None, None, 1.0, None
     if is_adapted(module):
         method = type(module).__module__.removeprefix("peft.tuners.").partition(".")[0]
         if method == "lora" and type(module).__name__ == "Linear8bitLt":
@@ -187,12 +190,22 @@ def _projection(
             if isinstance(adapter, str):
                 return adapter
             a, b, scale = adapter
+            casts = module.__dict__.get(CASTS)
     weight = _frozen_weight(base, dtype, x_dtype)
     if isinstance(weight, str):
         return weight
     if base.bias is not None and base.bias.requires_grad:
         return "its bias is trained"
-    return Projection(weight, base.bias, a, b, scale)
+    return Projection(weight, base.bias, a, b, scale, casts)
+
+
+def factors(module: Any) -> tuple[Tensor, Tensor] | None:
+    """A and B of the adapter of a projection that LoRA has wrapped, if it has one that is active."""
+    if not is_adapted(module) or len(active := getattr(module, "active_adapters", ())) != 1:
+        return None
+    if active[0] not in getattr(module, "lora_A", ()):
+        return None
+    return module.lora_A[active[0]].weight, module.lora_B[active[0]].weight
 
 
 def _adapter(module: Any, dtype: torch.dtype, autocast: bool, training: bool) -> tuple[Tensor, Tensor, float] | str:

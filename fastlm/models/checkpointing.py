@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def recompute(stock: Any, offload: Offload, run: Callable[..., Tensor], *args: A
     trained = None if torch.compiler.is_compiling() or len(args) != 1 or kwargs else _trained(run)
     if trained is None:
         return stock(run, *args, **kwargs)
-    if not offload.on and stock.func is checkpoint:
+    if offload.paused or (not offload.on and stock.func is checkpoint):
         return _Recompute.apply(run, *args, *trained)
     with offload.inputs(args[0].device):
         return _Recompute.apply(run, *args, *trained)
@@ -127,9 +127,15 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Tensor], hidden: Tensor, *trained: Tensor) -> Tensor:
         kind = hidden.device.type
-        ctx.autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
+        ctx.autocast = {
+            "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }  # fmt: skip
         ctx.run, ctx.trained, ctx.patch = run, trained, _layer(run)._fastlm
-        ctx.random = (torch.get_rng_state(), *get_device_states(*{t.device: t for t in (hidden, *trained)}.values()))
+        ctx.random = None
+        if not (hidden.is_cuda and torch.cuda.is_current_stream_capturing()):  # of what is captured nothing is random
+            states = get_device_states(*{t.device: t for t in (hidden, *trained)}.values())
+            ctx.random = (torch.get_rng_state(), *states)
         ctx.save_for_backward(hidden)
         return run(hidden)
 
@@ -139,11 +145,8 @@ class _Recompute(torch.autograd.Function):
         (hidden,) = ctx.saved_tensors
         hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[1])
         patch, kind = ctx.patch, hidden.device.type
-        state, devices, device_states = ctx.random
         count = _Kept(ctx.run, hidden) if patch.kept == 0 else nullcontext()
-        with torch.random.fork_rng(devices, device_type=kind), count:
-            torch.set_rng_state(state)
-            set_device_states(devices, device_states, device_type=kind)
+        with nullcontext() if ctx.random is None else _random_again(kind, *ctx.random), count:
             patch.recomputing = True
             try:
                 with torch.enable_grad(), torch.autocast(kind, **ctx.autocast):
@@ -159,6 +162,15 @@ class _Recompute(torch.autograd.Function):
         above = [dout.to(part.dtype) for part in summands]
         gradients = torch.autograd.grad(summands, wanted, above, allow_unused=True)
         return None, *(() if hidden.requires_grad else (None,)), *gradients
+
+
+@contextmanager
+def _random_again(kind: str, state: Tensor, devices: list[int], device_states: list[Tensor]) -> Iterator[None]:
+    """Random numbers within it are those that came after these states."""
+    with torch.random.fork_rng(devices, device_type=kind):
+        torch.set_rng_state(state)
+        set_device_states(devices, device_states, device_type=kind)
+        yield
 
 
 class _Kept(torch.autograd.graph.saved_tensors_hooks):

@@ -2,7 +2,7 @@
 
 An 8B model with adapters makes some hundred launches a layer and step, 0.2 s on the host however few the tokens are. A
 graph is one launch. Forward and backward of the whole backbone, from the embeddings to the last norm, are captured for
-a few sizes: tokens rounded up by an eighth at most, samples to a power of two. The tail is one more sample, of zeros,
+a few sizes: tokens rounded up by an eighth at most, samples to a power of two; a size that comes once goes as a larger one. The tail is one more sample, of zeros,
 which nothing reads and whose gradient is zero; entries of cu_seqlens that are not used repeat its end. Boundaries are
 data on the device, so one graph serves all batches of its size. Products of other shapes round otherwise: losses are
 those without graphs to a tolerance, and to the bit where neither tokens nor entries are added.
@@ -36,6 +36,7 @@ __all__ = ["MOST_TRAINED", "LayerGraphs", "Size", "largest_size", "size_of"]
 _STEP = 64  # tokens: sizes are multiples of it, or of an eighth of the power of two below
 _LONGEST = (1024, 2047, 8192, 2**15, 2**17)  # bounds of the longest sample; at 2,048 other attention kernels begin
 MOST_TRAINED = 2**30  # bytes of parameters, whose gradients a graph holds twice
+_NEAR = 1.25  # a graph of at most so many times the tokens serves a size as well as one of its own
 _CHANGES = 4  # of what a graph depends on, the first capture among them: from then on it runs without
 _NEEDED = {"input_ids", "boundaries", "position_ids", "attention_mask", "use_cache"}
 
@@ -172,14 +173,15 @@ class LayerGraphs:
     def _graph(
         self, backbone: Any, size: Size, mode: tuple[Any, ...], embedded: Tensor, trained: list[Tensor]
     ) -> Graph | None:
-        """The graph for this size, captured where it was planned or comes a second time."""
+        """The graph for this size, captured where it was planned or comes a second time; else that of a larger one."""
         planned, self._planned = self._planned, []
-        again = (size, mode) in self._seen and (size, mode) not in self._graphs
+        serving = self._serving(size, mode)
+        again = (size, mode) in self._seen and (serving is None or serving.tokens > _NEAR * size.tokens)
         self._seen.add((size, mode))
         began, held = perf_counter(), _reserved(embedded.device)
         for one in planned or ([size] if again else []):
             if self._buffers is None:
-                self._buffers = Buffers(embedded, max(self.limit, one.tokens))
+                self._buffers = Buffers(embedded, max(self.limit, one.tokens), trained)
             if (one, mode) not in self._graphs and one.tokens <= self._buffers.hidden.shape[1]:
                 self._graphs[one, mode] = Graph(backbone, one, self._buffers, embedded.requires_grad, trained)
         if planned:
@@ -188,7 +190,11 @@ class LayerGraphs:
                 f"steps of up to {planned[0].tokens} tokens run as CUDA graphs: {len(planned)} "
                 f"size{'s' * (len(planned) > 1)} captured in {seconds:.1f} s, {gib:.1f} GiB held for them"
             )
-        return self._graphs.get((size, mode))
+        return self._graphs.get((self._serving(size, mode), mode))
+
+    def _serving(self, size: Size, mode: tuple[Any, ...]) -> Size | None:
+        """The smallest captured size that serves this one."""
+        return min((one for one, of in self._graphs if of == mode and size.fits_in(one)), default=None)
 
 
 def _reserved(device: torch.device) -> int:
@@ -262,7 +268,6 @@ class _Watched:
             and bool(trained)
             and not any(tensor._backward_hooks for tensor in trained)
             and not torch.compiler.is_compiling()
-            and all(policy_of(layer, False) == "keep" for layer in self._layers)
             and not (getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False))
         )
 
@@ -270,6 +275,7 @@ class _Watched:
         tensors = self._tensors()
         return (
             [(tensor.data_ptr(), tensor.requires_grad) for tensor in tensors],
+            [policy_of(layer, False) for layer in self._layers],
             [(id(state), state.absmax.data_ptr()) for t in tensors if (state := getattr(t, "quant_state", None))],
             [
                 (

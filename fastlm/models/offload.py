@@ -31,11 +31,12 @@ _ROUND = 2**21  # bytes; batches that differ by a few tokens have slots of one s
 class Offload:
     """Where the layers of one model leave their inputs.
 
-    on: whether they do. A copy of a model has memory of its own; a pickle holds none.
+    on: whether they do. paused: they stay all the same, in what is captured as a CUDA graph now. A copy of a model has
+    memory of its own; a pickle holds none.
     """
 
     def __init__(self, on: bool = False) -> None:
-        self.on = on
+        self.on, self.paused = on, False
         self._slabs: dict[torch.device, _Slab] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -306,13 +306,19 @@ class StepCosts:
         moments.append(self._moment(self.gradients, 0, 0, self.stepping))
         return max(moments, key=lambda parts: sum(parts.values()))
 
-    def graphs(self, tokens: int, sizes: int = 1) -> int:
-        """Bytes that CUDA graphs of so many sizes, the largest of so many tokens, hold between steps: all activations
-        and a layer's backward, embeddings and their gradient, gradients that were just made and those of every size.
+    def graphs(self, tokens: int, policy: str | Sequence[str] = "keep") -> int:
+        """Bytes that CUDA graphs, the largest of so many tokens, hold between steps: all activations and a layer's
+        backward, adapters in one dtype, embeddings and their gradient, gradients that were just made and those that
+        the graphs share. policy: of all layers, or of each; inputs that would be in host memory stay.
         """
-        last = max(workspace * tokens + fixed for _, _, workspace, _, fixed in self.layers[-1].moments)
-        kept = sum(tokens * layer.stored("keep") + layer.copies for layer in self.layers)
-        return kept + last + 2 * tokens * self.hidden + (sizes + 1) * self.gradients + _GRAPHS
+        each = ["recompute" if own == "offload" else own for own in per_layer(policy, len(self.layers))]
+        kept = sum(tokens * one.stored(own) + one.copies for one, own in zip(self.layers, each, strict=True))
+        again = each[-1] == "recompute"
+        last = max(
+            tokens * (workspace + again * (left + self.layers[-1].leaving)) + fixed
+            for left, _, workspace, _, fixed in self.layers[-1].moments
+        )
+        return kept + last + 2 * tokens * self.hidden + 2 * self.gradients + _GRAPHS
 
     def _moment(self, gradients: int, activations: int, loss: int, workspace: int) -> dict[str, int]:
         return self.standing() | {

@@ -19,8 +19,9 @@ from ..models.graphs import LayerGraphs, Size, largest_size, size_of
 from ..models.patch import decoder_layers, patched_core
 from ..packing.dataset import lengths_of
 from . import memory, optimizers
+from .costs import overall
 from .report import PEAK_TFLOPS, Operations, count_operations, gpu_of
-from .room import free_bytes
+from .room import costs_of, free_bytes
 from .step import State, one_process, state_of
 
 __all__ = ["train", "training_step", "worthwhile"]
@@ -64,7 +65,7 @@ def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> LayerGraphs |
     if core is None or boundaries is None or not getattr(core, "_fastlm_cuda_graphs", True):
         return None
     most = _worthwhile(core)
-    unfit = _unfit(trainer, state, core)
+    unfit = _unfit(trainer, core)
     if unfit is not None:
         if boundaries.token_count <= most:
             state.voice.say(f"steps of few tokens run without CUDA graphs: {unfit}")
@@ -76,7 +77,7 @@ def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> LayerGraphs |
     if not sizes and (sizes is not None or boundaries.token_count > limit):
         return None
     graphs = LayerGraphs(core.base_model, limit, state.voice.say)
-    obstacle = graphs.obstacle or _repeatable() or _too_large(core, state, limit, largest)
+    obstacle = graphs.obstacle or _repeatable() or _too_large(trainer, core, state, limit, largest)
     if obstacle is not None:
         state.voice.say(f"steps of few tokens run without CUDA graphs: {obstacle}")
         return None
@@ -85,16 +86,11 @@ def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> LayerGraphs |
     return graphs
 
 
-def _unfit(trainer: Any, state: State, core: Any) -> str | None:
+def _unfit(trainer: Any, core: Any) -> str | None:
     """What about this run graphs cannot be had with, whatever its batches."""
     if not one_process(trainer):
         return "other processes or DeepSpeed take part"
-    if core._fastlm_model.limits:
-        return "its rotary embedding depends on the longest sample"
-    if any(policy_of(layer, False) != "keep" for layer in decoder_layers(core)):
-        return "not all activations are kept"
-    # nobody could do a step again for which graphs left too little memory
-    return 'only use_gradient_checkpointing="fastlm" has them' if state.activations is None else None
+    return "its rotary embedding depends on the longest sample" if core._fastlm_model.limits else None
 
 
 def _repeatable() -> str | None:
@@ -117,7 +113,9 @@ def worthwhile(operations: Operations, gpu: str | None) -> int:
 
 
 def _expected(trainer: Any, limit: int) -> list[Size] | None:
-    """Sizes up to the limit that the rest of the run meets, by chance, at least once; None where nothing tells."""
+    """Sizes up to the limit that serve what the rest of the run meets: each, by chance, at least one of its steps. None
+    where nothing tells.
+    """
     from datasets import Dataset
 
     dataset, samples = trainer.train_dataset, trainer._train_batch_size
@@ -129,13 +127,33 @@ def _expected(trainer: Any, limit: int) -> list[Size] | None:
     drawn = lengths[random.integers(len(lengths), size=(_DRAWS, samples))]
     met = Counter(size_of(int(row.sum()), samples, int(row.max())) for row in drawn)
     batches = (trainer.state.max_steps - trainer.state.global_step) * trainer.args.gradient_accumulation_steps
-    return [s for s, n in met.items() if s is not None and s.tokens <= limit and n * batches >= _DRAWS]
+    sizes, rare, steps = list[Size](), list[Size](), 0.0
+    for size in sorted((s for s in met if s is not None and s.tokens <= limit), reverse=True):
+        own = met[size] * batches / _DRAWS
+        if own < 1:
+            rare.append(size)
+            steps += own
+        if rare and steps >= (1 if own < 1 else 0.5):  # one that serves all of them
+            sizes.append(Size(rare[0].tokens, max(s.entries for s in rare), max(s.longest for s in rare)))
+        if steps >= 1 or own >= 1:
+            rare, steps = [], 0.0
+        if own >= 1:
+            sizes.append(size)
+    return sizes
 
 
-def _too_large(core: Any, state: State, limit: int, largest: int) -> str | None:
-    """Why the activations of a pass of limit tokens cannot be held beside those of a step without a graph."""
-    kept = sum(memory.kept_bytes(decoder_layers(core)))
-    needed = memory.MARGIN * kept / max(state.activations.tokens, 1) * (limit + largest) + memory.RESERVE
+def _too_large(trainer: Any, core: Any, state: State, limit: int, largest: int) -> str | None:
+    """Why the graphs of so many tokens cannot be held beside a step of the largest batch without a graph."""
+    layers = decoder_layers(core)
+    policies = [policy_of(layer, core._fastlm_model.offload.on) for layer in layers]
+    if state.activations is not None and overall(policies) == "keep":  # as measured
+        kept = sum(memory.kept_bytes(layers))
+        needed = memory.MARGIN * kept / max(state.activations.tokens, 1) * (limit + largest) + memory.RESERVE
+    elif (costs := costs_of(trainer, core)) is None:
+        return "nobody could count what they take beside activations that are not kept because they fit"
+    else:
+        step = sum(costs.worst_moment(policies, largest).values()) - sum(costs.standing().values())
+        needed = memory.MARGIN * (step + costs.graphs(limit, policies)) + memory.RESERVE
     free = free_bytes(core.device)
     if needed < free:
         return None

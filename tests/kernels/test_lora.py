@@ -157,6 +157,33 @@ def test_adapters_of_two_dtypes():
         assert got.dtype == stock.dtype and relative_error(got, stock) <= 2e-2
 
 
+@pytest.mark.parametrize("made", ["lora_linear", "lora_mlp"])
+def test_casts_that_were_made_before(made: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as with casts of its own; A that lie side by side are read where they are."""
+    sizes = [(24, 40), (24, 40), (40, 24)] if made == "lora_mlp" else [(24, 40), (24, 16), (24, 16)]
+    half = [projection(i, o, torch.bfloat16) for i, o in sizes]
+    plain = [replace(p, a=p.a.detach().float().requires_grad_(), b=p.b.detach().float().requires_grad_()) for p in half]
+    a = torch.cat([p.a.detach().flatten() for p in half])
+    views = [v.view(4, -1) for v in a.split([p.a.numel() for p in half])]
+    cast = [replace(p, casts=(v, h.b.detach())) for p, v, h in zip(plain, views, half, strict=True)]
+    x = torch.randn(1, 9, 24, device=DEVICE).bfloat16()
+    function = lora_linear if made == "lora_linear" else mlp(lora_mlp, "silu")
+    douts = [torch.randn(1, 9, o, device=DEVICE).bfloat16() for _, o in (sizes[2:] if made == "lora_mlp" else sizes)]
+    truth = run(function, x, plain, douts)
+    written = []
+    copy_ = Tensor.copy_
+    monkeypatch.setattr(Tensor, "copy_", lambda to, *args: (written.append(to.shape), copy_(to, *args))[1])
+    found = run(function, x, cast, douts)
+    assert not written or interpreting()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, truth, strict=True))
+    elsewhere = [replace(p, casts=(v.clone(), h.b.detach())) for p, v, h in zip(plain, views, half, strict=True)]
+    found = run(function, x, elsewhere, douts)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, truth, strict=True))
+    other = [replace(p, casts=(p.casts[0].double(), p.casts[1].double())) for p in cast]  # of another mode: not used
+    found = run(function, x, other, douts)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, truth, strict=True))
+
+
 def test_under_autocast_parameters_keep_their_own_dtype():
     p = projection(24, 40, torch.float32)
     x = torch.randn(3, 24, device=DEVICE, requires_grad=True)
