@@ -180,27 +180,30 @@ def _exact(model: Any, mode: Mode) -> Any:
 
 
 def fast_steps(model: Any, batch: Batch, autocast: bool, graphs: bool) -> Iterator[tuple[str, Step]]:
-    """The packed step under each policy; then as CUDA graphs, twice."""
+    """The packed step under each policy; then as CUDA graphs, twice and under some of these."""
     fastlm.patch(model)
     core: Any = patched_core(model)
     core.gradient_checkpointing_enable()
     fastlm.patch(model)  # now that transformers' function is there, ours goes in its place
     layers = decoder_layers(core)
-    for policy in (*_MIXED, "offload", "mixed"):
+
+    def under(policy: str) -> Step:
         core._fastlm_model.offload.on = policy == "offload"
         own = [_MIXED[i % 4] for i in range(len(layers))] if policy == "mixed" else [policy] * len(layers)
         set_policy(layers, own)
-        yield policy, step(model, [batch.packed()], batch.count, autocast)
-    if graphs:
-        core._fastlm_model.offload.on = False
-        set_policy(layers, "keep")
-        lengths = [len(ids) for ids, _ in batch.samples]
+        return step(model, [batch.packed()], batch.count, autocast)
+
+    for policy in (*_MIXED, "offload", "mixed"):
+        yield policy, under(policy)
+    lengths = [len(ids) for ids, _ in batch.samples]
+    for policy in ("keep", "recompute", "offload", "mixed") if graphs else ():
         made = LayerGraphs(core.base_model, sum(lengths) * 2, print)
         made.bind(core.base_model)
         made.plan([size_of(sum(lengths), len(lengths), max(lengths))])  # type: ignore[list-item]
-        for name in ("graphs", "graphs again"):
-            yield name, step(model, [batch.packed()], batch.count, autocast)
+        yield f"graphs, {policy}", under(policy)
+        yield f"graphs, {policy} again", under(policy)
         assert made.replays == 2, f"{made.replays} of 2 steps ran as graphs"
+        LayerGraphs.unbind(core.base_model)
 
 
 def compare(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from types import MethodType
@@ -37,6 +38,7 @@ _STEP = 64  # tokens: sizes are multiples of it, or of an eighth of the power of
 _LONGEST = (1024, 2047, 8192, 2**15, 2**17)  # bounds of the longest sample; at 2,048 other attention kernels begin
 MOST_TRAINED = 2**30  # bytes of parameters, whose gradients a graph holds twice
 _NEAR = 1.25  # a graph of at most so many times the tokens serves a size as well as one of its own
+_ENOUGH = 10  # times that another serves, before capturing takes less than its tail does
 _CHANGES = 4  # of what a graph depends on, the first capture among them: from then on it runs without
 _NEEDED = {"input_ids", "boundaries", "position_ids", "attention_mask", "use_cache"}
 
@@ -75,7 +77,7 @@ class LayerGraphs:
         self._facts: Any = None
         self._changes = 0
         self._graphs: dict[Any, Graph] = {}
-        self._seen: set[Any] = set()
+        self._seen: Counter[Any] = Counter()
         self._planned: list[Size] = []
         self._buffers: Buffers | None = None
         self._pass: Callable[[], Any] = _nothing  # a weak reference to the forward whose backward is to come
@@ -173,11 +175,12 @@ class LayerGraphs:
     def _graph(
         self, backbone: Any, size: Size, mode: tuple[Any, ...], embedded: Tensor, trained: list[Tensor]
     ) -> Graph | None:
-        """The graph for this size, captured where it was planned or comes a second time; else that of a larger one."""
+        """The graph for this size, captured where it was planned or comes often enough; else that of a larger one."""
         planned, self._planned = self._planned, []
         serving = self._serving(size, mode)
-        again = (size, mode) in self._seen and (serving is None or serving.tokens > _NEAR * size.tokens)
-        self._seen.add((size, mode))
+        near = serving is not None and serving.tokens <= _NEAR * size.tokens
+        again = not near and self._seen[size, mode] >= (_ENOUGH if serving else 1)
+        self._seen[size, mode] += 1
         began, held = perf_counter(), _reserved(embedded.device)
         for one in planned or ([size] if again else []):
             if self._buffers is None:
@@ -189,6 +192,7 @@ class LayerGraphs:
             self.say(
                 f"steps of up to {planned[0].tokens} tokens run as CUDA graphs: {len(planned)} "
                 f"size{'s' * (len(planned) > 1)} captured in {seconds:.1f} s, {gib:.1f} GiB held for them"
+                + ", their layer inputs among it" * self._watched.offloads(backbone)
             )
         return self._graphs.get((self._serving(size, mode), mode))
 
@@ -270,6 +274,10 @@ class _Watched:
             and not torch.compiler.is_compiling()
             and not (getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False))
         )
+
+    def offloads(self, backbone: Any) -> bool:
+        """Whether layer inputs are in host memory where steps run without graphs."""
+        return any(policy_of(layer, backbone._fastlm_backbone.offload.on) == "offload" for layer in self._layers)
 
     def facts(self) -> tuple[Any, ...]:
         tensors = self._tensors()

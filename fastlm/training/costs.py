@@ -29,7 +29,7 @@ PARTS = ("weights", "adapters", "optimiser", "gradients", "activations", "loss",
 OPTIMISERS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch", "adamw_torch_fused", "sgd")
 
 _LIBRARIES = 2**26  # bytes: cuBLAS's workspaces on Hopper, from torch's allocator, of forward's and backward's threads
-_GRAPHS = 2**29  # bytes that a pool of CUDA graphs holds besides what `graphs` counts, to be at what was measured
+_GRAPHS = 2**27  # bytes that a pool of CUDA graphs holds besides what `graphs` counts, to be at what was measured
 _STATISTICS = 32  # bytes of loss, entropy and the like that a target leaves in fp32
 _WORDS = {
     "keep": "kept", "light": "kept but for norms", "lean": "kept but for norms, gate and up products",

@@ -342,7 +342,8 @@ def _predicted_peak(trainer: Any, largest: Mapping[tuple[str, ...], int]) -> int
     if args.optim not in OPTIMISERS or not optimiser_as_asked(trainer):
         return None
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if any(parameter.dtype != core.dtype for parameter in trained) and not (args.bf16 or args.fp16):
+    dtype = core.dtype  # which transformers looks for in all parameters
+    if any(parameter.dtype != dtype for parameter in trained) and not (args.bf16 or args.fp16):
         return None  # such adapters run unfused
     costs = costs_of(trainer, core, full=not ranks, optimiser=args.optim)
     if costs is None or sum(parameter.nbytes for parameter in trained) != costs.gradients:

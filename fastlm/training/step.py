@@ -66,6 +66,7 @@ class State:
     flops_per_token: float | None = None
     activations: Any = None  # memory.Activations, where a step decides what it keeps
     first_batch_checked: bool = False  # whether it has room (room.py)
+    twin: Any = None  # of the model, without weights, once somebody has counted what a step takes
     rate_set: bool = False  # embedding_learning_rate, in the trainer's own optimizer
     graphs: Any = None  # models.graphs.LayerGraphs where small steps run so, False where not, None until it is known
 
