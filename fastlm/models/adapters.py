@@ -17,8 +17,8 @@ from ..kernels.lora import Projection
 from ..kernels.nf4 import NF4Weight
 
 __all__ = [
-    "CASTS", "adapter_limits", "adapter_ranks", "autocast_dtype", "factors", "fusable", "global_hooks", "has_hooks", "is_adapted",
-    "is_class_forward", "is_ours", "runs_hooks",
+    "CASTS", "adapter_limits", "adapter_ranks", "autocast_dtype", "factors", "fusable", "global_hooks", "has_hooks",
+    "is_adapted", "is_class_forward", "is_ours", "runs_hooks",
 ]  # fmt: skip
 
 
@@ -201,9 +201,8 @@ def _projection(
 
 def factors(module: Any) -> tuple[Tensor, Tensor] | None:
     """A and B of the adapter of a projection that LoRA has wrapped, if it has one that is active."""
-    if not is_adapted(module) or len(active := getattr(module, "active_adapters", ())) != 1:
-        return None
-    if active[0] not in getattr(module, "lora_A", ()):
+    active: Sequence[str] = module.active_adapters if is_adapted(module) and hasattr(module, "lora_A") else ()
+    if len(active) != 1 or active[0] not in module.lora_A:
         return None
     return module.lora_A[active[0]].weight, module.lora_B[active[0]].weight
 

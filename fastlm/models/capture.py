@@ -146,8 +146,8 @@ class Graph:
             found = torch.autograd.grad(self._out, wanted, self._dout, allow_unused=True)
         self._dembedded, gradients = (found[0], found[1:]) if self._needs_gradient else (None, found)
         self._used = [gradient is not None for gradient in gradients]
-        pairs = [pair for pair in zip(self._buffers.gradients, gradients, strict=True) if pair[1] is not None]
-        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        rooms = [room for room, used in zip(self._buffers.gradients, self._used, strict=True) if used]
+        torch._foreach_copy_(rooms, [gradient for gradient in gradients if gradient is not None])
 
     def forward(self, embedded: Tensor, boundaries: SequenceBoundaries) -> Tensor:
         tokens, entries = embedded.shape[1], boundaries.sample_count + 1

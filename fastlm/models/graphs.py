@@ -2,10 +2,11 @@
 
 An 8B model with adapters makes some hundred launches a layer and step, 0.2 s on the host however few the tokens are. A
 graph is one launch. Forward and backward of the whole backbone, from the embeddings to the last norm, are captured for
-a few sizes: tokens rounded up by an eighth at most, samples to a power of two; a size that comes once goes as a larger one. The tail is one more sample, of zeros,
-which nothing reads and whose gradient is zero; entries of cu_seqlens that are not used repeat its end. Boundaries are
-data on the device, so one graph serves all batches of its size. Products of other shapes round otherwise: losses are
-those without graphs to a tolerance, and to the bit where neither tokens nor entries are added.
+a few sizes: tokens rounded up by an eighth at most, samples to a power of two; a size that comes seldom goes as a
+larger one. The tail is one more sample, of zeros, which nothing reads and whose gradient is zero; entries of cu_seqlens
+that are not used repeat its end. Boundaries are data on the device, so one graph serves all batches of its size.
+Products of other shapes round otherwise: losses are those without graphs to a tolerance, and to the bit where neither
+tokens nor entries are added.
 
 What is captured holds for the addresses, adapters, hooks and modes of that moment. They are compared before every
 call, and a call that differs in anything runs as it would without graphs. All graphs share one pool of memory: one
@@ -189,10 +190,10 @@ class LayerGraphs:
                 self._graphs[one, mode] = Graph(backbone, one, self._buffers, embedded.requires_grad, trained)
         if planned:
             seconds, gib = perf_counter() - began, (_reserved(embedded.device) - held) / 2**30
+            inputs = ", their layer inputs among it" * self._watched.offloads(backbone)
             self.say(
                 f"steps of up to {planned[0].tokens} tokens run as CUDA graphs: {len(planned)} "
-                f"size{'s' * (len(planned) > 1)} captured in {seconds:.1f} s, {gib:.1f} GiB held for them"
-                + ", their layer inputs among it" * self._watched.offloads(backbone)
+                f"size{'s' * (len(planned) > 1)} captured in {seconds:.1f} s, {gib:.1f} GiB held for them{inputs}"
             )
         return self._graphs.get((self._serving(size, mode), mode))
 

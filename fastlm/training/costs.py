@@ -86,9 +86,9 @@ def in_words(policies: Sequence[str]) -> str:
     >>> in_words(["keep", "keep"]), in_words(["recompute", "light", "keep"])
     ('kept', 'kept in 1 of 3 layers, kept but for norms in 1, recomputed in 1')
     """
-    counts = Counter(policies)
     if overall(policies) != "mixed":
         return _WORDS[policies[0]]
+    counts = Counter(policies)
     first, *others = [f"{words} in {counts[policy]}" for policy, words in _WORDS.items() if policy in counts]
     return ", ".join([f"{first} of {len(policies)} layers", *others])
 
@@ -307,17 +307,13 @@ class StepCosts:
         return max(moments, key=lambda parts: sum(parts.values()))
 
     def graphs(self, tokens: int, policy: str | Sequence[str] = "keep") -> int:
-        """Bytes that CUDA graphs, the largest of so many tokens, hold between steps: all activations and a layer's
-        backward, adapters in one dtype, embeddings and their gradient, gradients that were just made and those that
-        the graphs share. policy: of all layers, or of each; inputs that would be in host memory stay.
+        """Bytes that CUDA graphs, the largest of so many tokens, hold between steps: all activations, inputs that would be
+        in host memory too, a layer's backward, adapters in one dtype, embeddings, and gradients as made and as shared.
         """
         each = ["recompute" if own == "offload" else own for own in per_layer(policy, len(self.layers))]
         kept = sum(tokens * one.stored(own) + one.copies for one, own in zip(self.layers, each, strict=True))
-        again = each[-1] == "recompute"
-        last = max(
-            tokens * (workspace + again * (left + self.layers[-1].leaving)) + fixed
-            for left, _, workspace, _, fixed in self.layers[-1].moments
-        )
+        again, leaving, moments = each[-1] == "recompute", self.layers[-1].leaving, self.layers[-1].moments
+        last = max(tokens * (space + again * (left + leaving)) + fixed for left, _, space, _, fixed in moments)
         return kept + last + 2 * tokens * self.hidden + 2 * self.gradients + _GRAPHS
 
     def _moment(self, gradients: int, activations: int, loss: int, workspace: int) -> dict[str, int]:
@@ -394,10 +390,8 @@ def weight_bytes(model: Any, quantised: bool) -> int:
     """Of a causal LM's parameters; quantised: all projections but the head to NF4."""
     size, head = model.dtype.itemsize, model.get_output_embeddings()
     total: int = sum(parameter.numel() for parameter in model.parameters()) * size
-    for module in model.modules() if quantised else ():
-        if isinstance(module, nn.Linear) and module is not head:
-            total += _nf4_bytes(module.weight.numel()) - module.weight.numel() * size
-    return total
+    linear = (m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear) and m is not head)
+    return total + sum(_nf4_bytes(count) - count * size for count in linear) if quantised else total
 
 
 def _nf4_bytes(elements: int) -> int:

@@ -139,7 +139,7 @@ def test_what_stands_in_the_way_is_said(reason: str, tmp_path: Any, capsys: Any,
     _, noted = run(tmp_path, model, max_steps=4)
     words = {
         "memory": "0.5 GiB would have to be free for their activations, and 0.5 are",
-        "forced": "1.1 GiB would have to be free for their activations, and 0.5 are",
+        "forced": "0.7 GiB would have to be free for their activations, and 0.5 are",
         "uncounted": "nobody could count what they take beside activations that are not kept because they fit",
         "dropout": "there is dropout inside its layers",
         "full": "its layers train more than", "deterministic": "deterministic algorithms are asked for",
