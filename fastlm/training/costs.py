@@ -307,8 +307,8 @@ class StepCosts:
         return max(moments, key=lambda parts: sum(parts.values()))
 
     def graphs(self, tokens: int, policy: str | Sequence[str] = "keep") -> int:
-        """Bytes that CUDA graphs, the largest of so many tokens, hold between steps: all activations, inputs that would be
-        in host memory too, a layer's backward, adapters in one dtype, embeddings, and gradients as made and as shared.
+        """Bytes that CUDA graphs, the largest of so many tokens, hold between steps: all activations, layer inputs that
+        are offloaded too, a layer's backward, adapters in one dtype, embeddings, gradients as made and as shared.
         """
         each = ["recompute" if own == "offload" else own for own in per_layer(policy, len(self.layers))]
         kept = sum(tokens * one.stored(own) + one.copies for one, own in zip(self.layers, each, strict=True))
