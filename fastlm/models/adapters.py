@@ -204,7 +204,8 @@ def factors(module: Any) -> tuple[Tensor, Tensor] | None:
     active: Sequence[str] = module.active_adapters if is_adapted(module) and hasattr(module, "lora_A") else ()
     if len(active) != 1 or active[0] not in module.lora_A:
         return None
-    return module.lora_A[active[0]].weight, module.lora_B[active[0]].weight
+    down, up = module.lora_A[active[0]], module.lora_B[active[0]]
+    return (down.weight, up.weight) if type(down) is type(up) is nn.Linear else None
 
 
 def _adapter(module: Any, dtype: torch.dtype, autocast: bool, training: bool) -> tuple[Tensor, Tensor, float] | str:

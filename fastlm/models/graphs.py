@@ -142,7 +142,7 @@ class LayerGraphs:
             self._facts, self._planned = facts, planned
             if self._changes > _CHANGES:
                 self.stop()
-                self.say("steps run without CUDA graphs: adapters or addresses change all the time")
+                self.say("steps run without CUDA graphs: adapters, addresses or policies change all the time")
                 return None
         embedded = backbone.get_input_embeddings()(kwargs["input_ids"])
         kind = embedded.device.type
@@ -178,7 +178,8 @@ class LayerGraphs:
     ) -> Graph | None:
         """The graph for this size, captured where it was planned or comes often enough; else that of a larger one."""
         planned, self._planned = self._planned, []
-        serving = self._serving(size, mode)
+        tokens = embedded.shape[1]
+        serving = self._serving(size, mode, tokens)
         near = serving is not None and serving.tokens <= _NEAR * size.tokens
         again = not near and self._seen[size, mode] >= (_ENOUGH if serving else 1)
         self._seen[size, mode] += 1
@@ -195,11 +196,12 @@ class LayerGraphs:
                 f"steps of up to {planned[0].tokens} tokens run as CUDA graphs: {len(planned)} "
                 f"size{'s' * (len(planned) > 1)} captured in {seconds:.1f} s, {gib:.1f} GiB held for them{inputs}"
             )
-        return self._graphs.get((self._serving(size, mode), mode))
+        return self._graphs.get((self._serving(size, mode, tokens), mode))
 
-    def _serving(self, size: Size, mode: tuple[Any, ...]) -> Size | None:
-        """The smallest captured size that serves this one."""
-        return min((one for one, of in self._graphs if of == mode and size.fits_in(one)), default=None)
+    def _serving(self, size: Size, mode: tuple[Any, ...], tokens: int) -> Size | None:
+        """The smallest captured size that serves this one; the tail after so many tokens is a sample too."""
+        found = (one for one, of in self._graphs if of == mode and size.fits_in(one))
+        return min((one for one in found if one.tokens - tokens <= one.longest), default=None)
 
 
 def _reserved(device: torch.device) -> int:

@@ -36,7 +36,7 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     """Trainer.train; however it ends, the graphs and their memory are gone."""
     state = state_of(trainer)
     if state is not None:
-        state.graphs = None
+        state.graphs, state.steps = None, 0
     try:
         return optimizers.train(original, trainer, *args, **kwargs)
     finally:
@@ -52,10 +52,13 @@ def training_step(
 ) -> Tensor:
     """SFTTrainer.training_step, after a look whether graphs are of use, once there is something to judge by."""
     state = state_of(trainer)
-    if state is not None and state.graphs is None and trainer.state.global_step > 0:
+    if state is not None and state.graphs is None and state.steps >= trainer.args.gradient_accumulation_steps:
         chosen = state.activations is None or state.activations.policy != "first"
         state.graphs = (_graphs(trainer, state, inputs) or False) if chosen else None
-    return memory.training_step(original, trainer, model, inputs, *args, **kwargs)
+    loss = memory.training_step(original, trainer, model, inputs, *args, **kwargs)
+    if state is not None:
+        state.steps += 1
+    return loss
 
 
 def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> LayerGraphs | None:
@@ -113,8 +116,8 @@ def worthwhile(operations: Operations, gpu: str | None) -> int:
 
 
 def _expected(trainer: Any, limit: int) -> list[Size] | None:
-    """Sizes up to the limit that serve what the rest of the run meets: each, by chance, at least one of its steps. None
-    where nothing tells.
+    """Sizes up to the limit that serve what the rest of the run meets: each, by chance, one of its steps or more, and
+    those that come less often together. None where nothing tells.
     """
     from datasets import Dataset
 
@@ -128,16 +131,16 @@ def _expected(trainer: Any, limit: int) -> list[Size] | None:
     met = Counter(size_of(int(row.sum()), samples, int(row.max())) for row in drawn)
     batches = (trainer.state.max_steps - trainer.state.global_step) * trainer.args.gradient_accumulation_steps
     sizes, rare, steps = list[Size](), list[Size](), 0.0
-    for size in sorted((s for s in met if s is not None and s.tokens <= limit), reverse=True):
-        own = met[size] * batches / _DRAWS
-        if own < 1:
+    for size in [*sorted((s for s in met if s is not None and s.tokens <= limit), reverse=True), None]:
+        own = met[size] * batches / _DRAWS if size is not None else 1
+        if size is not None and own < 1:
             rare.append(size)
             steps += own
         if rare and steps >= (1 if own < 1 else 0.5):  # one that serves all of them
             sizes.append(Size(rare[0].tokens, max(s.entries for s in rare), max(s.longest for s in rare)))
         if steps >= 1 or own >= 1:
             rare, steps = [], 0.0
-        if own >= 1:
+        if size is not None and own >= 1:
             sizes.append(size)
     return sizes
 
@@ -150,7 +153,7 @@ def _too_large(trainer: Any, core: Any, state: State, limit: int, largest: int) 
         kept = sum(memory.kept_bytes(layers))
         needed = memory.MARGIN * kept / max(state.activations.tokens, 1) * (limit + largest) + memory.RESERVE
     elif (costs := costs_of(trainer, core)) is None:
-        return "nobody could count what they take beside activations that are not kept because they fit"
+        return "nobody could count what they take"
     else:
         step = sum(costs.worst_moment(policies, largest).values()) - sum(costs.standing().values())
         needed = memory.MARGIN * (step + costs.graphs(limit, policies)) + memory.RESERVE

@@ -68,6 +68,7 @@ class State:
     first_batch_checked: bool = False  # whether it has room (room.py)
     twin: Any = None  # of the model, without weights, once somebody has counted what a step takes
     rate_set: bool = False  # embedding_learning_rate, in the trainer's own optimizer
+    steps: int = 0  # micro-steps since train() was called
     graphs: Any = None  # models.graphs.LayerGraphs where small steps run so, False where not, None until it is known
 
 

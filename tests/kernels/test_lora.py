@@ -179,6 +179,9 @@ def test_casts_that_were_made_before(made: str, monkeypatch: pytest.MonkeyPatch)
     elsewhere = [replace(p, casts=(v.clone(), h.b.detach())) for p, v, h in zip(plain, views, half, strict=True)]
     found = run(function, x, elsewhere, douts)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, truth, strict=True))
+    turned = [replace(p, casts=(p.casts[0].t().contiguous().t(), p.casts[1])) for p in cast]
+    found = run(function, x, turned, douts)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, truth, strict=True))
     other = [replace(p, casts=(p.casts[0].double(), p.casts[1].double())) for p in cast]  # of another mode: not used
     found = run(function, x, other, douts)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, truth, strict=True))

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 import fastlm
+from fastlm.kernels import lora
 from fastlm.models import capture
 from fastlm.models.graphs import LayerGraphs, Size, largest_size, size_of
+from fastlm.models.offload import Offload
 from fastlm.packing.collators import PaddingFreeCollator
 from tests.models.batches import LAYOUTS, alone, flattened, loss_and_gradients, samples, target_count
 from tests.models.captures import run_again
@@ -73,7 +75,7 @@ def test_loss_and_every_gradient_of_all_layouts(family: str, fused_head: bool) -
 
 @pytest.mark.parametrize("policy", ["recompute", "offload", "mixed"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-def test_recomputed_layers_are_captured_too(policy: str, autocast: bool) -> None:
+def test_recomputed_layers_are_captured_too(policy: str, autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit what they give without; inputs that would be in host memory stay where they are."""
     _, fast, made = pair("gemma2" if policy == "mixed" else "llama", num_hidden_layers=3)
     enable_checkpointing(fast)
@@ -85,10 +87,24 @@ def test_recomputed_layers_are_captured_too(policy: str, autocast: bool) -> None
     truth = loss_and_gradients(fast, flattened(rows), 60, autocast=autocast)
     held = offload.nbytes()
     assert made.replays == 0 and (held > 0) == (policy == "offload")
+    seen: list[bool] = []
+    split = lora._split
+
+    def watched(projections: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype = torch.bfloat16 if autocast else torch.float32
+        seen.extend(p.casts is not None and p.casts[0].dtype == dtype for p in projections)
+        return split(projections, *args, **kwargs)
+
+    monkeypatch.setattr(lora, "_split", watched)
+    monkeypatch.setattr(Offload, "inputs", lambda *args: pytest.fail("an input is copied within what is captured"))
     for _ in range(2):
         found = loss_and_gradients(fast, flattened(rows), 60, autocast=autocast)
         assert found[0] == truth[0]
         assert all(torch.equal(found[1][name], truth[1][name]) for name in truth[1])
+    passes = {"mixed": 2 + 3}.get(policy, 3 + 3)  # of a layer, with its second run
+    assert len(seen) == 3 * 7 * passes and all(seen), "captured, and run again twice"
+    monkeypatch.undo()
+    run_again(monkeypatch)
     assert made.replays == 2 and not offload.paused and offload.nbytes() == held
     assert not any("_fastlm_casts" in module.__dict__ for module in fast.modules())
     layers[0].gradient_checkpointing = policy == "mixed"  # what was captured is of no use now
@@ -115,6 +131,18 @@ def test_a_size_that_comes_once_runs_as_a_larger_one() -> None:
     for _ in range(11):
         assert ran(120) == 1 and len(made._graphs) == 4, "of 128 tokens, though it has more entries"
     assert ran(*[4] * 20) == 0, "no graph has so many entries"
+
+
+def test_a_tail_is_no_longer_than_the_bound_of_a_larger_size_either() -> None:
+    """Attention's kernels write no row past the longest sample, and the tail is a sample too."""
+    _, fast, made = pair()
+    made.limit = 4096
+    made.plan([Size(2304, 16, 1024)])
+    for lengths, replays in (((620,), 0), ((900, 300), 0), ((900, 379), 0), ((900, 380), 1)):
+        rows, before = samples(lengths), made.replays
+        loss_and_gradients(fast, flattened(rows), target_count(rows))
+        assert made.replays - before == replays, lengths
+        made._seen.clear()
 
 
 def test_the_tail_and_unused_entries_leave_nothing_behind() -> None:

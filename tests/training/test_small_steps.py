@@ -101,6 +101,22 @@ def test_policies_that_are_asked_for(asked: Any, tmp_path: Any, capsys: Any) -> 
         np.testing.assert_allclose(runs.logged(made, name), runs.logged(truth, name), rtol=1e-5, err_msg=name)
 
 
+def test_a_run_that_goes_on_captures_after_its_own_first_step(tmp_path: Any, monkeypatch: Any) -> None:
+    """What a capture needs, kernels, libraries and gradients, is there only then."""
+    def forced() -> Any:
+        model = runs.model()
+        model.get_base_model()._fastlm_checkpointing = "recompute"
+        return model
+
+    run(tmp_path, forced(), max_steps=4, save_strategy="steps", save_steps=4)
+    made = runs.trainer(forced(), ROWS, runs.config(tmp_path, max_steps=8, per_device_train_batch_size=2))
+    steps: list[int] = []
+    graphs = small_steps._graphs
+    monkeypatch.setattr(small_steps, "_graphs", lambda *args: (steps.append(args[1].steps), graphs(*args))[1])
+    made.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert steps == [1] and made.state.global_step == 8
+
+
 def test_steps_past_the_limit_run_without(tmp_path: Any, capsys: Any) -> None:
     model = runs.model()
     model.get_base_model()._fastlm_checkpointing = "recompute"
@@ -140,7 +156,7 @@ def test_what_stands_in_the_way_is_said(reason: str, tmp_path: Any, capsys: Any,
     words = {
         "memory": "0.5 GiB would have to be free for their activations, and 0.5 are",
         "forced": "0.7 GiB would have to be free for their activations, and 0.5 are",
-        "uncounted": "nobody could count what they take beside activations that are not kept because they fit",
+        "uncounted": "nobody could count what they take",
         "dropout": "there is dropout inside its layers",
         "full": "its layers train more than", "deterministic": "deterministic algorithms are asked for",
     }  # fmt: skip
@@ -167,7 +183,7 @@ def test_one_size_serves_several_rare_ones(tmp_path: Any) -> None:
                            per_device_train_batch_size=1))  # fmt: skip
     trainer.state.max_steps = 60  # 0.6 steps with each of the five
     found = small_steps._expected(trainer, 512)
-    assert found == [Size(448, 4, 1024), Size(320, 4, 1024), Size(64, 4, 1024)], "0.6 steps of 128 tokens"
+    assert found == [Size(448, 4, 1024), Size(320, 4, 1024), Size(64, 4, 1024)], "0.48 of the steps drawn have 128"
     trainer.state.max_steps = 20  # 0.2 with each: one size for all
     assert small_steps._expected(trainer, 512) == [Size(448, 4, 1024), Size(64, 4, 1024)]
     trainer.state.max_steps = 5
