@@ -103,6 +103,7 @@ def test_policies_that_are_asked_for(asked: Any, tmp_path: Any, capsys: Any) -> 
 
 def test_a_run_that_goes_on_captures_after_its_own_first_step(tmp_path: Any, monkeypatch: Any) -> None:
     """What a capture needs, kernels, libraries and gradients, is there only then."""
+
     def forced() -> Any:
         model = runs.model()
         model.get_base_model()._fastlm_checkpointing = "recompute"
