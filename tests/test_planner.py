@@ -155,11 +155,14 @@ def test_few_tokens_run_as_cuda_graphs_where_there_is_room():
 
 
 def test_what_cuda_graphs_hold():
-    """Measured with sizes that the run's lengths gave: 11 of up to 832 tokens, 4 of up to 4,096."""
-    record = RESULTS / "2026-11-30-step-llama8b-lora-sft_trainer-small-nvidia-h200.json"
-    held = [one["graphs_gib"] for one in json.loads(record.read_text())["results"] if "graphs_gib" in one]
-    costs, _ = counted("llama8b", 240)
-    assert [costs.graphs(832) / GIB, costs.graphs(4096) / GIB] == pytest.approx(held, rel=0.03)
+    """Measured with the sizes that the runs' lengths gave, 6 to 17 of up to 512 to 4,096 tokens."""
+    record = RESULTS / "2026-11-30-step-llama8b_qwen3-lora-sft_trainer-small-nvidia-h200.json"
+    measured = [one for one in json.loads(record.read_text())["results"] if "graphs_gib" in one]
+    assert len(measured) == 5
+    for one in measured:
+        arch, kind, policy = ("qwen3_4b", "nf4", "offload") if "NF4" in one["case"] else ("llama8b", "lora", "keep")
+        held = counted(arch, 240, kind)[0].graphs(one["graphs_tokens"], policy) / GIB
+        assert held == pytest.approx(one["graphs_gib"], rel=0.03), one["case"]
 
 
 def test_a_step_is_all_its_micro_batches():
