@@ -210,7 +210,13 @@ def plan(
     able = {"keep", "recompute", "offload"}.union(*(layer.spared() for layer in costs.layers))
     policies = [name for name in POLICIES if name in able] if forced is None else [forced]
     peaks = {policy: sum(costs.worst_moment(policy, tokens).values()) for policy in policies}
-    chosen = _fastest(costs, policies, memory, tokens)
+    count = sum(parameter.numel() for parameter in twin.parameters()) / 1e9
+    operations = count_operations(twin.requires_grad_(full), any(".mlp." in name for name in lora))
+    assert operations is not None  # of layers that are fused
+    smallest = min(names, key=lambda name: GPUS[name].memory, default=None)
+    graph = 0 if twin._fastlm_model.limits else _graph_size(smallest, operations, costs, batch_size, length)
+    room = MARGIN * costs.graphs(graph, "recompute") if graph and forced is None else 0  # as small_steps.py leaves it
+    chosen = _fastest(costs, policies, memory - int(room), tokens) or _fastest(costs, policies, memory, tokens)
     most = _most_tokens(costs, policies, memory)
     longest = most // batch_size
     if length < LONG_SAMPLE <= longest:  # other attention
@@ -224,24 +230,25 @@ def plan(
     each = per_layer(chosen or min(peaks, key=lambda name: peaks[name]), len(costs.layers))
     held = "NF4" if in_4bit else str(dtype).removeprefix("torch.")
     how = "every weight trained" if full else f"LoRA r={max(lora.values())}"
-    count = sum(parameter.numel() for parameter in twin.parameters()) / 1e9
-    operations = count_operations(twin.requires_grad_(full), any(".mlp." in name for name in lora))
-    assert operations is not None  # of layers that are fused
 
-    def captured(name: str | None) -> int:
-        """Tokens of a micro-batch as a CUDA graph on this GPU; 0 where it is none. As small_steps.py decides."""
-        if twin._fastlm_model.limits:
-            return 0
-        size = _graph_size(name, operations, costs, batch_size, length)
-        return size if _needed(costs, each, tokens) + MARGIN * costs.graphs(size, each) <= memory else 0
+    def captured(name: str | None) -> tuple[int, Sequence[str]]:
+        """Tokens of a micro-batch as a CUDA graph on this GPU, 0 where it is none, and the policies in it. As
+        small_steps.py decides.
+        """
+        size = 0 if twin._fastlm_model.limits else _graph_size(name, operations, costs, batch_size, length)
+        for own in (each, per_layer("recompute", len(each)))[: 1 if forced else 2] if size else ():
+            if _needed(costs, each, tokens) + MARGIN * costs.graphs(size, own) <= memory:
+                return size, own
+        return 0, each
 
     spent = costs.worst_moment(each, tokens)
-    if size := captured(min(names, key=lambda name: GPUS[name].memory, default=None)):
-        spent["CUDA graphs"] = costs.graphs(size, each)
+    size, inside = captured(smallest)
+    if size:
+        spent["CUDA graphs"] = costs.graphs(size, inside)
     seconds, known = {}, {}
     for name in names if chosen is not None else ():
-        own, gpu, graph = costs_of(in_4bit, full, device=GPUS[name].capability), GPUS[name], captured(name)
-        setting = (each, graph or tokens, length, micro_batches, in_4bit, full)
+        own, gpu, (graph, inside) = costs_of(in_4bit, full, device=GPUS[name].capability), GPUS[name], captured(name)
+        setting = (inside, graph or tokens, length, micro_batches, in_4bit, full)
         seconds[name], known[name] = _seconds(gpu, own, operations, *setting, graphed=graph > 0)
     return Plan(
         fits=chosen is not None, policy=overall(each), layers=dict(Counter(each)),

@@ -88,17 +88,18 @@ def recorder(device: torch.device) -> Callable[[Callable[[], None]], Callable[[]
 
 
 class Graph:
-    """Forward and backward of a backbone for one size, captured."""
+    """Forward and backward of a backbone for one size, captured; recomputed: with every layer run again in backward."""
 
     def __init__(
-        self, backbone: Any, size: Size, buffers: Buffers, needs_gradient: bool, trained: Sequence[Tensor]
-    ) -> None:
+        self, backbone: Any, size: Size, buffers: Buffers, needs_gradient: bool, trained: Sequence[Tensor],
+        recomputed: bool,
+    ) -> None:  # fmt: skip
         self._hidden, self._dout = buffers.hidden[:, : size.tokens], buffers.dout[:, : size.tokens]
         self._position_ids = buffers.position_ids[:, : size.tokens]
         self._cu_seqlens = torch.full((size.entries,), size.tokens, dtype=torch.int32, device=self._hidden.device)
         self._cu_seqlens[0] = 0
         self._trained, self._needs_gradient, self._end = list(trained), needs_gradient, size.tokens
-        self._buffers = buffers
+        self._buffers, self._recomputed = buffers, recomputed
         self._embedded = self._hidden.detach().requires_grad_(needs_gradient)
         self._out: Tensor
         self._dembedded: Tensor | None
@@ -128,14 +129,18 @@ class Graph:
     @contextmanager
     def _as_captured(self, backbone: Any) -> Iterator[None]:
         """Adapters as cast, and recomputed layers' inputs where they are: steps this small have small ones."""
-        offload = backbone._fastlm_backbone.offload
+        offload, own = backbone._fastlm_backbone.offload, [layer.gradient_checkpointing for layer in backbone.layers]
         offload.paused = True
+        for layer in backbone.layers if self._recomputed else ():
+            layer.gradient_checkpointing = True
         for module, casts in self._casts.items():
             module.__dict__[CASTS] = casts
         try:
             yield
         finally:
             offload.paused = False
+            for layer, before in zip(backbone.layers, own, strict=True):
+                layer.gradient_checkpointing = before
             for module in self._casts:
                 module.__dict__.pop(CASTS, None)
 

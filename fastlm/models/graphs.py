@@ -68,12 +68,14 @@ class LayerGraphs:
     """The graphs of one model's backbone; ``bind`` makes it run them.
 
     limit: tokens of the largest step that may. say: told what was captured, and why it could not be.
-    replays: forwards that ran as a graph.
+    recomputed: whether every layer is run again in a graph's backward, whatever steps without graphs keep.
+    bound: whether a model runs them. replays: forwards that ran as a graph.
     """
 
     def __init__(self, backbone: Any, limit: int, say: Callable[[str], None]) -> None:
-        self.limit, self.say = limit, say
+        self.limit, self.say, self.recomputed = limit, say, False
         self.replays = 0
+        self.bound = False
         self._watched = _Watched(backbone)
         self._facts: Any = None
         self._changes = 0
@@ -93,6 +95,7 @@ class LayerGraphs:
 
     def bind(self, backbone: Any) -> None:
         """Run this model's small steps as graphs from now on."""
+        self.bound = True
         backbone._fastlm_graphs = self
         backbone.__dict__["forward"] = MethodType(_forward_for(type(backbone)), backbone)  # type: ignore[arg-type]
 
@@ -188,12 +191,15 @@ class LayerGraphs:
             if self._buffers is None:
                 self._buffers = Buffers(embedded, max(self.limit, one.tokens), trained)
             if (one, mode) not in self._graphs and one.tokens <= self._buffers.hidden.shape[1]:
-                self._graphs[one, mode] = Graph(backbone, one, self._buffers, embedded.requires_grad, trained)
+                self._graphs[one, mode] = Graph(
+                    backbone, one, self._buffers, embedded.requires_grad, trained, self.recomputed
+                )
         if planned:
             seconds, gib = perf_counter() - began, (_reserved(embedded.device) - held) / 2**30
             inputs = ", their layer inputs among it" * self._watched.offloads(backbone)
+            twice = ", in which activations are recomputed" * self.recomputed
             self.say(
-                f"steps of up to {planned[0].tokens} tokens run as CUDA graphs: {len(planned)} "
+                f"steps of up to {planned[0].tokens} tokens run as CUDA graphs{twice}: {len(planned)} "
                 f"size{'s' * (len(planned) > 1)} captured in {seconds:.1f} s, {gib:.1f} GiB held for them{inputs}"
             )
         return self._graphs.get((self._serving(size, mode, tokens), mode))

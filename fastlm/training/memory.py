@@ -31,8 +31,8 @@ from .room import agreed, check_batch, free_bytes, largest_batch, last_policy, o
 from .say import Voice
 from .step import State, one_process, state_of
 
-__all__ = ["MARGIN", "RESERVE", "Activations", "begin", "kept_bytes", "largest_batch", "set_policy",
-           "settle_checkpointing", "training_step"]  # fmt: skip
+__all__ = ["MARGIN", "RESERVE", "Activations", "begin", "kept_bytes", "largest_batch", "present_need",
+           "set_policy", "settle_checkpointing", "training_step"]  # fmt: skip
 
 # Fragmentation, and what the counts leave out. Steps of different lengths ran out of memory at 93% and at 94% of what
 # the process could have (Llama-3-8B shapes in 24 GiB, Qwen3-8B's in 140; H200).
@@ -269,7 +269,8 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
         longer = min(longer, _LONGER) if one_process(trainer) else longer
         steps = _worst_moments(levels[1:], kept, norms, products, taken)
         needed = [int(longer * MARGIN * step) + RESERVE + aside for step in steps]
-    choice = 0 if gauge is None else agreed(trainer, sum(size < gauge.free for size in needed))  # they rise
+    free = 0 if gauge is None else gauge.free - state.graph_room
+    choice = 0 if gauge is None else agreed(trainer, sum(size < free for size in needed))  # they rise
     level = levels[choice]
     activations.levels = list(zip([0, *needed], levels, strict=False))
     if choice:
@@ -283,8 +284,15 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
             sizes += f", {in_words(least)} {needed[len(layers) - 1] / 2**30:.1f}"
         state.voice.say(
             f"activations are {in_words(level)}: keeping them takes up to {sizes}, "
-            f"and {gauge.free / 2**30:.1f} GiB are free"
+            f"and {free / 2**30:.1f} GiB are free" + " beside CUDA graphs" * bool(state.graph_room)
         )
+
+
+def present_need(activations: Activations, count: int) -> int:
+    """Bytes that have to be free for a step under the policies that so many layers have now."""
+    present = activations.mix or (activations.policy,) * count
+    own = next((size for size, level in activations.levels if level == present), 0)
+    return max(own, int(MARGIN * (activations.peak - activations.before)))
 
 
 def _take(activations: Activations, layers: list[Any], level: tuple[str, ...]) -> None:
@@ -348,7 +356,7 @@ def _again_if_too_large(
                 set_device_states(devices, states)
                 torch.cuda.empty_cache()
             tokens = tokens_of(inputs)
-            if state.graphs and state.graphs.stop():
+            if state.graphs and state.graphs.bound and state.graphs.stop():
                 state.voice.say(f"a batch of {tokens} tokens needs the memory of the CUDA graphs: from here on without")
                 continue
             if kept := activations.policy in _KEEPING:

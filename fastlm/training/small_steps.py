@@ -1,13 +1,14 @@
 """Which steps of a run are so small that they go as CUDA graphs (models/graphs.py), and what is captured ahead.
 
-Where a layer's products take less time than the host needs to launch it, the GPU waits. Sizes that the run will meet
-more than once, by the lengths in its data set, are captured together after the second step, the largest first.
+Where a layer's products take less time than the host needs to launch it, the GPU waits. Sizes that the run will meet,
+by the lengths in its data set, are captured together once policies are chosen, the largest first. Where there is too
+little memory for what these keep, they recompute, or are those of nine steps of ten.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     """Trainer.train; however it ends, the graphs and their memory are gone."""
     state = state_of(trainer)
     if state is not None:
-        state.graphs, state.steps = None, 0
+        state.graphs, state.steps, state.graph_room = None, 0, 0
     try:
         return optimizers.train(original, trainer, *args, **kwargs)
     finally:
@@ -53,8 +54,10 @@ def training_step(
     """SFTTrainer.training_step, after a look whether graphs are of use, once there is something to judge by."""
     state = state_of(trainer)
     if state is not None and state.graphs is None and state.steps >= trainer.args.gradient_accumulation_steps:
-        chosen = state.activations is None or state.activations.policy != "first"
-        state.graphs = (_graphs(trainer, state, inputs) or False) if chosen else None
+        state.graphs = _graphs(trainer, state, inputs) or False
+    chosen = state is not None and (state.activations is None or state.activations.policy != "first")
+    if state is not None and chosen and state.graphs and not state.graphs.bound:
+        state.graphs = _bound(trainer, state, state.graphs) or False
     loss = memory.training_step(original, trainer, model, inputs, *args, **kwargs)
     if state is not None:
         state.steps += 1
@@ -62,7 +65,7 @@ def training_step(
 
 
 def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> LayerGraphs | None:
-    """Bound to the model, with what to capture; None where they are of no use, or cannot be, which is said."""
+    """What is to be captured once policies are chosen; None where it is of no use, or cannot be, which is said."""
     core: Any = patched_core(trainer.model)
     boundaries = inputs.get("boundaries")
     if core is None or boundaries is None or not getattr(core, "_fastlm_cuda_graphs", True):
@@ -76,17 +79,41 @@ def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> LayerGraphs |
     largest = int(memory.largest_batch(trainer, state, boundaries.token_count))
     whole = size_of(largest, boundaries.sample_count, boundaries.max_length)
     limit = min(most, largest if whole is None else whole.tokens)
-    sizes = _expected(trainer, limit)
-    if not sizes and (sizes is not None or boundaries.token_count > limit):
+    met = _met(trainer)
+    if not _expected(trainer, met, limit) if met is not None else boundaries.token_count > limit:
         return None
     graphs = LayerGraphs(core.base_model, limit, state.voice.say)
-    obstacle = graphs.obstacle or _repeatable() or _too_large(trainer, core, state, limit, largest)
+    obstacle = graphs.obstacle or _repeatable()
     if obstacle is not None:
         state.voice.say(f"steps of few tokens run without CUDA graphs: {obstacle}")
         return None
-    graphs.plan(sizes or ())
-    graphs.bind(core.base_model)
+    few = 0 if met is None else sum(count for size, count in met.items() if size and size.tokens <= limit)
+    if met is not None and few > met.total() / 2 and (costs := costs_of(trainer, core)) is not None:
+        state.graph_room = int(memory.MARGIN * costs.graphs(_usual(met, limit), "recompute"))
     return graphs
+
+
+def _bound(trainer: Any, state: State, graphs: LayerGraphs) -> LayerGraphs | None:
+    """They, with as many tokens and as much kept as there is memory for; None where there is not enough, and said."""
+    core: Any = patched_core(trainer.model)
+    layers, met, missing = decoder_layers(core), _met(trainer), list[str]()
+    policies = tuple(policy_of(layer, core._fastlm_model.offload.on) for layer in layers)
+    again = ("recompute",) * len(layers) if state.activations is not None else policies
+    usual = graphs.limit if met is None else _usual(met, graphs.limit)
+    for each in dict.fromkeys((policies, again)):
+        for limit in dict.fromkeys((graphs.limit, usual)):
+            sizes = None if met is None else _expected(trainer, met, limit)
+            if sizes == []:
+                continue
+            if (reason := _too_large(trainer, core, state, limit, each)) is None:
+                graphs.limit, graphs.recomputed = limit, each != policies
+                graphs.plan(sizes or ())
+                graphs.bind(core.base_model)
+                return graphs
+            missing.append(reason)
+    if missing:
+        state.voice.say(f"steps of few tokens run without CUDA graphs: {missing[-1]}")
+    return None
 
 
 def _unfit(trainer: Any, core: Any) -> str | None:
@@ -115,10 +142,8 @@ def worthwhile(operations: Operations, gpu: str | None) -> int:
     return largest_size(int(_HOST * len(operations.layers) / seconds))
 
 
-def _expected(trainer: Any, limit: int) -> list[Size] | None:
-    """Sizes up to the limit that serve what the rest of the run meets: each, by chance, one of its steps or more, and
-    those that come less often together. None where nothing tells.
-    """
+def _met(trainer: Any) -> Counter[Size | None] | None:
+    """Sizes of steps that chance makes of the data set's lengths; None where nothing tells."""
     from datasets import Dataset
 
     dataset, samples = trainer.train_dataset, trainer._train_batch_size
@@ -128,11 +153,22 @@ def _expected(trainer: Any, limit: int) -> list[Size] | None:
         return None
     lengths, random = lengths_of(dataset), np.random.default_rng(0)
     drawn = lengths[random.integers(len(lengths), size=(_DRAWS, samples))]
-    met = Counter(size_of(int(row.sum()), samples, int(row.max())) for row in drawn)
+    return Counter(size_of(int(row.sum()), samples, int(row.max())) for row in drawn)
+
+
+def _usual(met: Counter[Size | None], limit: int) -> int:
+    """Tokens that nine steps of ten do not exceed, and no more than the limit."""
+    return min(limit, int(np.quantile([size.tokens if size else limit for size in met.elements()], 0.9)))
+
+
+def _expected(trainer: Any, met: Counter[Size | None], limit: int) -> list[Size]:
+    """Sizes up to the limit that serve what the rest of the run meets: each, by chance, one of its steps or more, and
+    those that come less often together.
+    """
     batches = (trainer.state.max_steps - trainer.state.global_step) * trainer.args.gradient_accumulation_steps
     sizes, rare, steps = list[Size](), list[Size](), 0.0
     for size in [*sorted((s for s in met if s is not None and s.tokens <= limit), reverse=True), None]:
-        own = met[size] * batches / _DRAWS if size is not None else 1
+        own = met[size] * batches / met.total() if size is not None else 1
         if size is not None and own < 1:
             rare.append(size)
             steps += own
@@ -145,19 +181,23 @@ def _expected(trainer: Any, limit: int) -> list[Size] | None:
     return sizes
 
 
-def _too_large(trainer: Any, core: Any, state: State, limit: int, largest: int) -> str | None:
-    """Why the graphs of so many tokens cannot be held beside a step of the largest batch without a graph."""
-    layers = decoder_layers(core)
-    policies = [policy_of(layer, core._fastlm_model.offload.on) for layer in layers]
-    if state.activations is not None and overall(policies) == "keep":  # as measured
-        kept = sum(memory.kept_bytes(layers))
-        needed = memory.MARGIN * kept / max(state.activations.tokens, 1) * (limit + largest) + memory.RESERVE
-    elif (costs := costs_of(trainer, core)) is None:
-        return "nobody could count what they take"
+def _too_large(trainer: Any, core: Any, state: State, limit: int, policies: Sequence[str]) -> str | None:
+    """Why graphs of so many tokens, under these policies, cannot be held beside a step without a graph."""
+    costs = costs_of(trainer, core)
+    if costs is not None:
+        held = costs.graphs(limit, policies)
+    elif state.activations is not None and overall(policies) == "keep":  # as measured
+        held = sum(memory.kept_bytes(decoder_layers(core))) * limit // max(state.activations.tokens, 1)
     else:
-        step = sum(costs.worst_moment(policies, largest).values()) - sum(costs.standing().values())
-        needed = memory.MARGIN * (step + costs.graphs(limit, policies)) + memory.RESERVE
-    free = free_bytes(core.device)
+        return "nobody could count what they take"
+    if state.activations is not None:
+        step = memory.present_need(state.activations, len(policies))
+    else:  # nobody could do it again for which graphs left too little memory
+        assert costs is not None
+        largest = int(memory.largest_batch(trainer, state, limit))
+        most = sum(costs.worst_moment(policies, largest).values()) - sum(costs.standing().values())
+        step = int(memory.MARGIN * most) + memory.RESERVE
+    needed, free = memory.MARGIN * held + max(step, memory.RESERVE), free_bytes(core.device)
     if needed < free:
         return None
     return f"{needed / 2**30:.1f} GiB would have to be free for their activations, and {free / 2**30:.1f} are"

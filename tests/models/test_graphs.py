@@ -19,6 +19,7 @@ from torch import Tensor
 import fastlm
 from fastlm.kernels import lora
 from fastlm.models import capture
+from fastlm.models import layers as layers_module
 from fastlm.models.graphs import LayerGraphs, Size, largest_size, size_of
 from fastlm.models.offload import Offload
 from fastlm.packing.collators import PaddingFreeCollator
@@ -111,6 +112,26 @@ def test_recomputed_layers_are_captured_too(policy: str, autocast: bool, monkeyp
     layers[-1].gradient_checkpointing = True
     found = loss_and_gradients(fast, flattened(rows), 60, autocast=autocast)
     assert found[0] == truth[0] and made.replays == 2
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_graphs_may_recompute_what_other_steps_keep(offloads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    again: list[bool] = []
+    forward = layers_module._mlp_forward
+    monkeypatch.setattr(layers_module, "_mlp_forward", lambda *a, **k: (again.append(bool(k)), forward(*a, **k))[1])
+    _, fast, made = pair(num_hidden_layers=3)
+    enable_checkpointing(fast)
+    layers = core_of(fast).base_model.layers
+    for layer in layers:
+        layer.gradient_checkpointing = offloads
+    core_of(fast)._fastlm_model.offload.on = offloads
+    rows, made.recomputed = samples((30, 34)), True
+    results = [loss_and_gradients(fast, flattened(rows), 60, autocast=True) for _ in range(3)]
+    assert made.replays == 2 and [layer.gradient_checkpointing for layer in layers] == [offloads] * 3
+    assert again.count(True) == 3 * (3 + offloads), "captured, replayed twice, and once before"
+    for loss, gradients in results[1:]:
+        assert loss == results[0][0]
+        assert all(torch.equal(gradients[name], results[0][1][name]) for name in results[0][1])
 
 
 def test_a_size_that_comes_once_runs_as_a_larger_one() -> None:

@@ -14,7 +14,7 @@ from benchmarks.step import ARCHITECTURES
 from fastlm.models.checkpointing import policy_of
 from fastlm.models.patch import decoder_layers, patched_core
 from fastlm.planner import twin_of
-from fastlm.training import memory, small_steps
+from fastlm.training import memory
 from fastlm.training.costs import ladder, step_costs
 from fastlm.training.say import Voice
 from fastlm.training.step import State, state_of
@@ -188,19 +188,6 @@ def test_what_an_earlier_trainer_chose_is_not_that_of_transformers_own(tmp_path,
     arguments = TrainingArguments(str(tmp_path), gradient_checkpointing=False, **options)
     Trainer(first.model, arguments, train_dataset=ids).train()
     assert policies(first) == [K, K, K]
-
-
-@pytest.mark.parametrize(
-    ("level", "asked"), [((K, K, K), True), (("light", K, K), False), ((L, K, K), False), ((R, K, K), False)]
-)  # fmt: skip
-def test_graphs_are_for_layers_that_keep_all(tmp_path, monkeypatch, level, asked):
-    trainer, _ = run(tmp_path, layers=3)
-    memory.set_policy(memory._layers(trainer), level)
-    seen: list[int] = []
-    monkeypatch.setattr(memory, "largest_batch", lambda trainer, state, tokens: seen.append(tokens) or tokens)
-    batch = next(iter(trainer.get_train_dataloader()))
-    assert small_steps._graphs(trainer, state_of(trainer), batch) is None  # on a CPU
-    assert bool(seen) == asked
 
 
 def test_ranks_take_the_least_of_what_fits(tmp_path, free, monkeypatch):

@@ -14,6 +14,7 @@ import torch
 import fastlm
 from fastlm.models.graphs import Size
 from fastlm.training import memory, small_steps
+from fastlm.training.room import costs_of
 from fastlm.training.step import state_of
 
 from ..models.captures import run_again
@@ -118,6 +119,55 @@ def test_a_run_that_goes_on_captures_after_its_own_first_step(tmp_path: Any, mon
     assert steps == [1] and made.state.global_step == 8
 
 
+@pytest.mark.parametrize("short", ["kept", "tokens", "both"])
+def test_graphs_take_less_where_memory_is_short(short: str, tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
+    """They recompute, or are for nine steps of ten; what steps without graphs keep stays as it was chosen."""
+    truth, _ = run(tmp_path, runs.model(), max_steps=12)
+    asked: list[tuple[int, str]] = []
+
+    def too_large(trainer: Any, core: Any, state: Any, limit: int, policies: Any) -> str | None:
+        asked.append((limit, policies[0]))
+        fits = (short == "tokens" or policies[0] == "recompute") and (short == "kept" or limit == 64)
+        return None if fits else "too little"
+
+    monkeypatch.setattr(small_steps, "_too_large", too_large)
+    capsys.readouterr()
+    made, noted = run(tmp_path, runs.model(), max_steps=12)
+    out = capsys.readouterr().out
+    assert (
+        asked
+        == [(128, "keep"), (64, "keep"), (128, "recompute"), (64, "recompute")][
+            : {"tokens": 2, "kept": 3}.get(short, 4)
+        ]
+    )
+    assert ("steps of up to 128 tokens run as" in out) == (short == "kept")
+    assert ("CUDA graphs, in which activations are recomputed: " in out) == (short != "tokens")
+    assert noted.replays >= 6 and "activations: keep x 2" in out
+    for name in ("loss", "grad_norm", "entropy"):
+        np.testing.assert_allclose(runs.logged(made, name), runs.logged(truth, name), rtol=1e-5, err_msg=name)
+
+
+def test_policies_leave_room_for_graphs(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
+    """Where most steps are small; graphs that recompute take little, and save a small step most of its time."""
+    made = runs.trainer(runs.model(), ROWS, runs.config(tmp_path, max_steps=4, per_device_train_batch_size=2))
+    state = state_of(made)
+    assert state is not None
+    costs = costs_of(made, made.model.get_base_model())
+    assert costs is not None
+    free = int(memory.MARGIN * costs.graphs(64, "recompute")) + memory.RESERVE + 10_000_000
+    gauge = memory._Gauge(allocated=100, peak=300, free=free)
+    monkeypatch.setattr(memory, "_gauge", lambda *args, **kwargs: gauge)
+    monkeypatch.setattr(small_steps, "free_bytes", lambda device: free)
+    made.train()
+    assert state.graph_room == int(memory.MARGIN * costs.graphs(64, "recompute"))
+    out = capsys.readouterr().out
+    assert "and 0.5 GiB are free beside CUDA graphs" in out and "tokens run as CUDA graphs" in out
+    large = runs.rows((300,) * 20 + (20,) * 4)  # most steps are past the limit
+    other = runs.trainer(runs.model(), large, runs.config(tmp_path, max_steps=4, per_device_train_batch_size=2))
+    other.train()
+    assert state_of(other).graph_room == 0 and "free beside" not in capsys.readouterr().out  # type: ignore[union-attr]
+
+
 def test_steps_past_the_limit_run_without(tmp_path: Any, capsys: Any) -> None:
     model = runs.model()
     model.get_base_model()._fastlm_checkpointing = "recompute"
@@ -155,7 +205,7 @@ def test_what_stands_in_the_way_is_said(reason: str, tmp_path: Any, capsys: Any,
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     _, noted = run(tmp_path, model, max_steps=4)
     words = {
-        "memory": "0.5 GiB would have to be free for their activations, and 0.5 are",
+        "memory": "0.6 GiB would have to be free for their activations, and 0.5 are",
         "forced": "0.7 GiB would have to be free for their activations, and 0.5 are",
         "uncounted": "nobody could count what they take",
         "dropout": "there is dropout inside its layers",
@@ -170,12 +220,15 @@ def test_sizes_that_the_run_will_meet(tmp_path: Any) -> None:
     trainer = runs.trainer(runs.model(), runs.rows((60,) * 50 + (200,)), runs.config(tmp_path, max_steps=100,
                            per_device_train_batch_size=2))  # fmt: skip
     trainer.state.max_steps = 100
-    assert small_steps._expected(trainer, 512) == [Size(320, 4, 1024), Size(128, 4, 1024)]
+    met = small_steps._met(trainer)
+    assert met is not None
+    assert small_steps._expected(trainer, met, 512) == [Size(320, 4, 1024), Size(128, 4, 1024)]
+    assert small_steps._usual(met, 512) == 128 and small_steps._usual(met, 64) == 64
     trainer.state.max_steps = 10  # one pair in 25 has the long one: 0.4 steps of these
-    assert small_steps._expected(trainer, 512) == [Size(128, 4, 1024)]
-    assert small_steps._expected(trainer, 64) == []
+    assert small_steps._expected(trainer, met, 512) == [Size(128, 4, 1024)]
+    assert small_steps._expected(trainer, met, 64) == []
     trainer.args.tokens_per_step = 100
-    assert small_steps._expected(trainer, 512) is None
+    assert small_steps._met(trainer) is None
 
 
 def test_one_size_serves_several_rare_ones(tmp_path: Any) -> None:
@@ -183,12 +236,14 @@ def test_one_size_serves_several_rare_ones(tmp_path: Any) -> None:
     trainer = runs.trainer(runs.model(), runs.rows((40,) * 95 + long), runs.config(tmp_path, max_steps=60,
                            per_device_train_batch_size=1))  # fmt: skip
     trainer.state.max_steps = 60  # 0.6 steps with each of the five
-    found = small_steps._expected(trainer, 512)
+    met = small_steps._met(trainer)
+    assert met is not None
+    found = small_steps._expected(trainer, met, 512)
     assert found == [Size(448, 4, 1024), Size(320, 4, 1024), Size(64, 4, 1024)], "0.48 of the steps drawn have 128"
     trainer.state.max_steps = 20  # 0.2 with each: one size for all
-    assert small_steps._expected(trainer, 512) == [Size(448, 4, 1024), Size(64, 4, 1024)]
+    assert small_steps._expected(trainer, met, 512) == [Size(448, 4, 1024), Size(64, 4, 1024)]
     trainer.state.max_steps = 5
-    assert small_steps._expected(trainer, 512) == [Size(64, 4, 1024)]
+    assert small_steps._expected(trainer, met, 512) == [Size(64, 4, 1024)]
 
 
 def test_more_than_fits_beside_the_graphs(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
