@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -335,9 +335,9 @@ def _forward_for(backbone_class: type) -> Any:
         graphs: LayerGraphs | None = self.__dict__.get("_fastlm_graphs")
         given = {name: value for name, value in kwargs.items() if value is not None}
         if graphs is not None and not args and given.keys() == _NEEDED:
-            hidden = graphs.run(self, given)
+            hidden: Any = graphs.run(self, given)  # releases declare what the output holds in different ways
             if hidden is not None:
-                return BaseModelOutputWithPast(last_hidden_state=cast(Any, hidden))  # its declared type differs by release
+                return BaseModelOutputWithPast(last_hidden_state=hidden)
         return type(self).forward(self, *args, **kwargs)
 
     return forward

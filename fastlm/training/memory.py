@@ -269,7 +269,7 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
         longer = min(longer, _LONGER) if one_process(trainer) else longer
         steps = _worst_moments(levels[1:], kept, norms, products, taken)
         needed = [int(longer * MARGIN * step) + RESERVE + aside for step in steps]
-    free = 0 if gauge is None else gauge.free - state.graph_room
+    free = 0 if gauge is None else max(0, gauge.free - state.graph_room)
     choice = 0 if gauge is None else agreed(trainer, sum(size < free for size in needed))  # they rise
     level = levels[choice]
     activations.levels = list(zip([0, *needed], levels, strict=False))
