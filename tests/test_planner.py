@@ -14,12 +14,13 @@ from benchmarks.step import ARCHITECTURES, quantise
 from fastlm import cli
 from fastlm import plan as make_plan
 from fastlm.kernels import attention
+from fastlm.models.checkpointing import leave_out
 from fastlm.models.graphs import size_of
 from fastlm.packing.collators import PaddingFreeCollator
 from fastlm.planner import GPUS, _fastest, _graph_size, _needed, _seconds, twin_of
 from fastlm.training.costs import PARTS, Samples, StepCosts, ladder, step_costs
-from fastlm.training.memory import MARGIN, _leave_out
-from fastlm.training.report import Operations, count_operations
+from fastlm.training.memory import MARGIN
+from fastlm.training.report import PEAK_TFLOPS, Operations, count_operations
 
 from .tiny import add_lora, enable_checkpointing, tiny_config, tiny_model
 
@@ -152,6 +153,16 @@ def test_few_tokens_run_as_cuda_graphs_where_there_is_room():
     tight = int(_needed(counted("llama8b", 416)[0], "keep", 832) / GIB + 1.5)
     cramped = make_plan(config(), gpu_memory=tight, max_length=416, batch_size=2)
     assert cramped.policy == "keep" and "CUDA graphs" not in cramped.parts
+
+
+def test_cuda_graphs_recompute_where_memory_is_short(monkeypatch):
+    """Policies leave room for that; with more memory graphs keep what other steps keep."""
+    monkeypatch.setitem(PEAK_TFLOPS, "L4", PEAK_TFLOPS["H200"])  # so that 832 tokens would wait for the host
+    costs = counted("llama8b", 416)[0]
+    for memory, policy, inside in ((20, "mixed", "recompute"), (21, "keep", "recompute"), (24, "keep", "keep")):
+        made = make_plan(config(), gpu_memory=memory, max_length=416, batch_size=2)
+        assert made.policy == policy and made.parts["CUDA graphs"] == pytest.approx(costs.graphs(832, inside), rel=0.02)
+        assert made.fits and made.peak_bytes / GIB < memory
 
 
 def test_what_cuda_graphs_hold():
@@ -396,7 +407,7 @@ def test_predicted_peak_is_the_allocators(family, kind, policy, samples):
         model.enable_input_require_grads()
     fastlm.patch(model)
     for layer in core.model.layers:
-        _leave_out(layer, policy)
+        leave_out(layer, policy)
     if policy in ("recompute", "offload"):
         enable_checkpointing(model)
         core._fastlm_model.offload.on = policy == "offload"

@@ -14,6 +14,7 @@ from torch._utils import _unflatten_dense_tensors
 
 from ..packing.boundaries import SequenceBoundaries
 from .adapters import CASTS, factors
+from .checkpointing import policy_of, set_policies
 
 __all__ = ["Buffers", "Graph", "Size", "run_stock"]
 
@@ -129,18 +130,18 @@ class Graph:
     @contextmanager
     def _as_captured(self, backbone: Any) -> Iterator[None]:
         """Adapters as cast, and recomputed layers' inputs where they are: steps this small have small ones."""
-        offload, own = backbone._fastlm_backbone.offload, [layer.gradient_checkpointing for layer in backbone.layers]
+        offload, own = backbone._fastlm_backbone.offload, [policy_of(layer, False) for layer in backbone.layers]
         offload.paused = True
-        for layer in backbone.layers if self._recomputed else ():
-            layer.gradient_checkpointing = True
+        if self._recomputed:
+            set_policies(backbone.layers, ["recompute"] * len(own))
         for module, casts in self._casts.items():
             module.__dict__[CASTS] = casts
         try:
             yield
         finally:
             offload.paused = False
-            for layer, before in zip(backbone.layers, own, strict=True):
-                layer.gradient_checkpointing = before
+            if self._recomputed:
+                set_policies(backbone.layers, own)
             for module in self._casts:
                 module.__dict__.pop(CASTS, None)
 

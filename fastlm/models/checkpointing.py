@@ -26,8 +26,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .adapters import global_hooks, runs_hooks
 from .offload import Offload
 
-__all__ = ["CALL_CHECKPOINTS", "choose", "policy_of", "recompute", "restore"]
+__all__ = ["CALL_CHECKPOINTS", "KEEPING", "choose", "leave_out", "policy_of", "recompute", "restore", "set_policies"]
 
+KEEPING = ("keep", "light", "lean")  # policies of layers that are not recomputed
 # until transformers 5.24 a layer's __call__ checkpoints, from then on the class's forward, which ours replaces
 CALL_CHECKPOINTS = "__call__" in vars(GradientCheckpointingLayer)
 # transformers' function where it was told to offload: torch's checkpoint, with copies on the stream that computes
@@ -73,6 +74,22 @@ def policy_of(layer: Any, offloads: bool) -> str:
     if getattr(current, "func", None) is recompute:
         current = current.args[0]  # what transformers put there
     return "offload" if offloads or _offloads(getattr(current, "func", None)) else "recompute"
+
+
+def set_policies(layers: Sequence[Any], policies: Sequence[str]) -> None:
+    """Give each layer the policy that ``policy_of`` is to say; where recomputed inputs stay is the ``Offload``'s."""
+    for layer, policy in zip(layers, policies, strict=True):
+        layer.gradient_checkpointing = policy not in KEEPING
+        leave_out(layer, policy)
+
+
+def leave_out(layer: Any, policy: str) -> None:
+    """What a patched layer that keeps its activations does not keep of them under this policy."""
+    patch, mlp = (module.__dict__.get("_fastlm") for module in (layer, layer.mlp))
+    if patch is not None:
+        patch.norms_kept = policy not in ("light", "lean")
+        if mlp is not None:
+            mlp.products_kept = policy != "lean"
 
 
 def recompute(stock: Any, offload: Offload, run: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

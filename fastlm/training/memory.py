@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from ..models.checkpointing import KEEPING, leave_out, set_policies
 from ..models.layers import LayerPatch
 from ..models.offload import Offload
 from ..models.patch import decoder_layers, offloads, patched_core
@@ -38,7 +39,7 @@ __all__ = ["MARGIN", "RESERVE", "Activations", "begin", "kept_bytes", "largest_b
 # the process could have (Llama-3-8B shapes in 24 GiB, Qwen3-8B's in 140; H200).
 MARGIN = 1.1
 RESERVE = 2**29  # bytes: libraries' workspaces
-_KEEPING = ("keep", "light", "lean", "mixed")
+_KEEPING = (*KEEPING, "mixed")
 _LONGER = 1.5  # times the tokens of the first batch: what a later one is taken to have, where it could be done again
 
 
@@ -169,7 +170,7 @@ def begin(trainer: Any) -> None:
     core: Any = patched_core(trainer.model)
     _offload(trainer).on = offloads(core)
     for layer in layers:
-        _leave_out(layer, "keep")
+        leave_out(layer, "keep")
 
 
 def _layers(trainer: Any) -> list[Any]:
@@ -214,17 +215,7 @@ def _left_gradients_alone(trainer: Any, activations: Activations) -> bool:
 
 def set_policy(layers: list[Any], policy: str | Sequence[str]) -> None:
     """policy: of all layers, or of each."""
-    for layer, own in zip(layers, per_layer(policy, len(layers)), strict=True):
-        layer.gradient_checkpointing = own not in _KEEPING
-        _leave_out(layer, own)
-
-
-def _leave_out(layer: Any, policy: str) -> None:
-    """Of a layer that keeps its activations."""
-    if (patch := _patch(layer)) is not None:
-        patch.norms_kept = policy not in ("light", "lean")
-        if (mlp := _patch(layer.mlp)) is not None:
-            mlp.products_kept = policy != "lean"
+    set_policies(layers, per_layer(policy, len(layers)))
 
 
 def _patch(module: Any) -> LayerPatch | None:

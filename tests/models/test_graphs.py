@@ -20,6 +20,7 @@ import fastlm
 from fastlm.kernels import lora
 from fastlm.models import capture
 from fastlm.models import layers as layers_module
+from fastlm.models.checkpointing import policy_of, set_policies
 from fastlm.models.graphs import LayerGraphs, Size, largest_size, size_of
 from fastlm.models.offload import Offload
 from fastlm.packing.collators import PaddingFreeCollator
@@ -114,21 +115,24 @@ def test_recomputed_layers_are_captured_too(policy: str, autocast: bool, monkeyp
     assert found[0] == truth[0] and made.replays == 2
 
 
-@pytest.mark.parametrize("offloads", [False, True])
-def test_graphs_may_recompute_what_other_steps_keep(offloads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("policy", ["keep", "lean", "recompute"])
+def test_graphs_may_recompute_what_other_steps_keep(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     again: list[bool] = []
     forward = layers_module._mlp_forward
     monkeypatch.setattr(layers_module, "_mlp_forward", lambda *a, **k: (again.append(bool(k)), forward(*a, **k))[1])
     _, fast, made = pair(num_hidden_layers=3)
     enable_checkpointing(fast)
     layers = core_of(fast).base_model.layers
-    for layer in layers:
-        layer.gradient_checkpointing = offloads
-    core_of(fast)._fastlm_model.offload.on = offloads
+    set_policies(layers, [policy] * 3)
+    core_of(fast)._fastlm_model.offload.on = policy == "recompute"
+    kept: list[bool] = []
+    mlp = layers_module.lora_mlp
+    monkeypatch.setattr(layers_module, "lora_mlp", lambda *a, **k: (kept.append(k["products_kept"]), mlp(*a, **k))[1])
     rows, made.recomputed = samples((30, 34)), True
     results = [loss_and_gradients(fast, flattened(rows), 60, autocast=True) for _ in range(3)]
-    assert made.replays == 2 and [layer.gradient_checkpointing for layer in layers] == [offloads] * 3
-    assert again.count(True) == 3 * (3 + offloads), "captured, replayed twice, and once before"
+    assert made.replays == 2 and [policy_of(layer, False) for layer in layers] == [policy] * 3
+    assert again.count(True) == 3 * (3 + (policy == "recompute")), "captured, replayed twice, and once before"
+    assert kept.count(False) == 3 * (policy == "lean"), "what is recomputed makes products once"
     for loss, gradients in results[1:]:
         assert loss == results[0][0]
         assert all(torch.equal(gradients[name], results[0][1][name]) for name in results[0][1])

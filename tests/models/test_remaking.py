@@ -10,9 +10,9 @@ import torch
 import fastlm
 from fastlm.kernels.rms_norm import rms_norm
 from fastlm.models import remaking
+from fastlm.models.checkpointing import leave_out
 from fastlm.models.patch import decoder_layers, patched_core
 from fastlm.models.remaking import NormAgain
-from fastlm.training.memory import _leave_out
 from tests.models.batches import LAYOUTS, loss_and_gradients, samples, target_count
 from tests.tiny import FAMILIES, add_lora, tiny_model
 
@@ -66,7 +66,7 @@ def test_gradients_are_the_same_bits_on_a_gpu(family, lora):
     try:
         for policy in ("keep", "light", "lean"):
             for layer in decoder_layers(patched_core(model)):
-                _leave_out(layer, policy)
+                leave_out(layer, policy)
             found.append(loss_and_gradients(model, batches, target_count(ROWS)))
     finally:
         torch.use_deterministic_algorithms(False)

@@ -19,13 +19,13 @@ from benchmarks.step import quantise
 from fastlm.kernels import lora
 from fastlm.kernels.flash import FlashSettings, flash_attention
 from fastlm.models import layers
+from fastlm.models.checkpointing import leave_out
 from fastlm.models.patch import patched_core
 from fastlm.models.remaking import NormAgain
 from fastlm.packing.collators import PaddingFreeCollator
 from fastlm.planner import twin_of
 from fastlm.training import costs as costs_module
 from fastlm.training.costs import _LIBRARIES, Samples, StepCosts, _nf4_bytes, optimiser_bytes, per_layer, step_costs
-from fastlm.training.memory import _leave_out
 
 from ..kernels.interpreter import kernel_test, run_interpreted
 from ..tiny import add_lora, enable_checkpointing, tiny_model
@@ -68,7 +68,7 @@ def build(
     all_layers = patched_core(model).model.layers
     for layer, own in zip(all_layers, per_layer(policy, len(all_layers)), strict=True):
         layer.gradient_checkpointing = own in ("recompute", "offload")
-        _leave_out(layer, own)
+        leave_out(layer, own)
     patched_core(model)._fastlm_model.offload.on = policy == "offload"
     rows = [{"input_ids": torch.randint(3, 40, (length,)).tolist()} for length in LENGTHS]
     costs = step_costs(twin, ranks, full=not targets, quantised=quantised)
