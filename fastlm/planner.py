@@ -32,7 +32,7 @@ from .options import bits_of, check_bits, fit_length
 from .training.costs import LONG_SAMPLE, POLICIES, Samples, StepCosts, in_words, ladder, overall, per_layer, step_costs
 from .training.memory import MARGIN, RESERVE
 from .training.report import PEAK_TFLOPS, Operations, attended_pairs, count_operations, gpu_of
-from .training.small_steps import worthwhile
+from .training.small_steps import TWICE, worthwhile
 
 __all__ = ["GPUS", "Plan", "plan", "twin_of"]
 
@@ -214,9 +214,18 @@ def plan(
     operations = count_operations(twin.requires_grad_(full), any(".mlp." in name for name in lora))
     assert operations is not None  # of layers that are fused
     smallest = min(names, key=lambda name: GPUS[name].memory, default=None)
-    graph = 0 if twin._fastlm_model.limits else _graph_size(smallest, operations, costs, batch_size, length)
-    room = MARGIN * costs.graphs(graph, "recompute") if graph and forced is None else 0  # as small_steps.py leaves it
-    chosen = _fastest(costs, policies, memory - int(room), tokens) or _fastest(costs, policies, memory, tokens)
+
+    def graph_size(name: str | None, share: float = 1.0) -> int:
+        """Tokens of the CUDA graph for a micro-batch, one of a share of those that the GPU would wait for; or 0."""
+        limited = twin._fastlm_model.limits
+        return 0 if limited else _graph_size(name, operations, costs, batch_size, length, share)
+
+    chosen = None
+    if forced is None and (size := graph_size(smallest, TWICE)):  # as small_steps.py leaves room
+        chosen = _fastest(costs, policies, memory - int(MARGIN * costs.graphs(size, "recompute")), tokens)
+        if chosen in (None, "offload") and _needed(costs, "recompute", tokens) <= memory:
+            chosen = "recompute"
+    chosen = chosen or _fastest(costs, policies, memory, tokens)
     most = _most_tokens(costs, policies, memory)
     longest = most // batch_size
     if length < LONG_SAMPLE <= longest:  # other attention
@@ -232,17 +241,15 @@ def plan(
     how = "every weight trained" if full else f"LoRA r={max(lora.values())}"
 
     def captured(name: str | None) -> tuple[int, Sequence[str]]:
-        """Tokens of a micro-batch as a CUDA graph on this GPU, 0 where it is none, and the policies in it. As
-        small_steps.py decides.
-        """
-        size = 0 if twin._fastlm_model.limits else _graph_size(name, operations, costs, batch_size, length)
-        for own in (each, per_layer("recompute", len(each)))[: 1 if forced else 2] if size else ():
-            if _needed(costs, each, tokens) + MARGIN * costs.graphs(size, own) <= memory:
+        """Tokens of a micro-batch as a CUDA graph, 0 where it is none, and its policies; as small_steps.py decides."""
+        again = () if forced or {"recompute", "offload"} & set(each) else ((TWICE, ["recompute"] * len(each)),)
+        for share, own in ((1.0, each), *again):
+            size = graph_size(name, share)
+            if size and _needed(costs, each, tokens) + MARGIN * costs.graphs(size, own) <= memory:
                 return size, own
         return 0, each
 
-    spent = costs.worst_moment(each, tokens)
-    size, inside = captured(smallest)
+    spent, (size, inside) = costs.worst_moment(each, tokens), captured(smallest)
     if size:
         spent["CUDA graphs"] = costs.graphs(size, inside)
     seconds, known = {}, {}
@@ -349,10 +356,12 @@ def _advice(
     return f"no setting fits: {change}batch 1, samples of {shortest} tokens takes a GPU of {least / 2**30:.1f} GiB"
 
 
-def _graph_size(name: str | None, operations: Operations, costs: StepCosts, samples: int, length: int) -> int:
+def _graph_size(
+    name: str | None, operations: Operations, costs: StepCosts, samples: int, length: int, share: float = 1.0
+) -> int:
     """Tokens of the CUDA graph that serves so many samples of this length; 0 where the GPU would not wait without."""
     size = graphs.size_of(samples * length, samples, length)
-    if size is None or size.tokens > worthwhile(operations, name) or costs.gradients > graphs.MOST_TRAINED:
+    if size is None or size.tokens > share * worthwhile(operations, name) or costs.gradients > graphs.MOST_TRAINED:
         return 0
     return size.tokens
 

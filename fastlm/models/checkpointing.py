@@ -85,10 +85,9 @@ def set_policies(layers: Sequence[Any], policies: Sequence[str]) -> None:
 
 def leave_out(layer: Any, policy: str) -> None:
     """What a patched layer that keeps its activations does not keep of them under this policy."""
-    patch, mlp = (module.__dict__.get("_fastlm") for module in (layer, layer.mlp))
-    if patch is not None:
+    if (patch := layer.__dict__.get("_fastlm")) is not None:
         patch.norms_kept = policy not in ("light", "lean")
-        if mlp is not None:
+        if (mlp := layer.mlp.__dict__.get("_fastlm")) is not None:
             mlp.products_kept = policy != "lean"
 
 

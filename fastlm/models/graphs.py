@@ -89,6 +89,11 @@ class LayerGraphs:
         return _nothing, ()  # a copied or loaded model has none
 
     @property
+    def holds(self) -> bool:
+        """Whether there is memory that ``release`` would free."""
+        return self._buffers is not None
+
+    @property
     def obstacle(self) -> str | None:
         """Why this backbone cannot be captured; None where it can."""
         return self._watched.obstacle
@@ -114,7 +119,7 @@ class LayerGraphs:
 
     def release(self) -> bool:
         """Free all graphs and their memory; whether there was something to free."""
-        held = self._buffers is not None
+        held = self.holds
         self._graphs.clear()
         self._seen.clear()
         self._planned, self._buffers, self._pass = [], None, _nothing

@@ -106,7 +106,8 @@ def _training_step(
     activations = None if state is None else state.activations
     if state is None or activations is None or not (layers := _layers(trainer)):
         return original(trainer, model, inputs, *args, **kwargs)
-    counting = activations.policy == "first" and (trainer.state.global_step == 0 or not activations.tokens)
+    first = state.steps < trainer.args.gradient_accumulation_steps  # of this run, which may go on with an earlier one
+    counting = activations.policy == "first" and (first or not activations.tokens)
     if counting:
         _begin_to_count(trainer, layers, activations, inputs)
     elif activations.policy == "first":
@@ -347,7 +348,7 @@ def _again_if_too_large(
                 set_device_states(devices, states)
                 torch.cuda.empty_cache()
             tokens = tokens_of(inputs)
-            if state.graphs and state.graphs.bound and state.graphs.stop():
+            if state.graphs and state.graphs.holds and state.graphs.stop():
                 state.voice.say(f"a batch of {tokens} tokens needs the memory of the CUDA graphs: from here on without")
                 continue
             if kept := activations.policy in _KEEPING:

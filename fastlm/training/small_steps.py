@@ -20,15 +20,16 @@ from ..models.graphs import LayerGraphs, Size, largest_size, size_of
 from ..models.patch import decoder_layers, patched_core
 from ..packing.dataset import lengths_of
 from . import memory, optimizers
-from .costs import overall
+from .costs import StepCosts, overall
 from .report import PEAK_TFLOPS, Operations, count_operations, gpu_of
 from .room import costs_of, free_bytes
 from .step import State, one_process, state_of
 
-__all__ = ["train", "training_step", "worthwhile"]
+__all__ = ["TWICE", "train", "training_step", "worthwhile"]
 
 _HOST = 0.006  # seconds in which the host launches a layer, forward and backward: 0.2 s for 32 (16-core server, H200)
 _SHARE = 0.65  # of the data sheet's TFLOP/s that products of some thousand rows reach
+TWICE = 0.75  # of these steps' tokens, where graphs run layers again that otherwise would not be: three passes, not two
 _OTHERS = 100.0  # TFLOP/s of a GPU that is not in the table
 _DRAWS = 2000
 
@@ -87,26 +88,29 @@ def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> LayerGraphs |
     if obstacle is not None:
         state.voice.say(f"steps of few tokens run without CUDA graphs: {obstacle}")
         return None
-    few = 0 if met is None else sum(count for size, count in met.items() if size and size.tokens <= limit)
+    fewer = min(limit, largest_size(int(TWICE * most)))
+    few = 0 if met is None else sum(count for size, count in met.items() if size and size.tokens <= fewer)
     if met is not None and few > met.total() / 2 and (costs := costs_of(trainer, core)) is not None:
-        state.graph_room = int(memory.MARGIN * costs.graphs(_usual(met, limit), "recompute"))
+        state.graph_room = int(memory.MARGIN * costs.graphs(_usual(met, fewer), "recompute"))
     return graphs
 
 
 def _bound(trainer: Any, state: State, graphs: LayerGraphs) -> LayerGraphs | None:
     """They, with as many tokens and as much kept as there is memory for; None where there is not enough, and said."""
     core: Any = patched_core(trainer.model)
-    layers, met, missing = decoder_layers(core), _met(trainer), list[str]()
-    policies = tuple(policy_of(layer, core._fastlm_model.offload.on) for layer in layers)
-    again = ("recompute",) * len(layers) if state.activations is not None else policies
-    usual = graphs.limit if met is None else _usual(met, graphs.limit)
-    for each in dict.fromkeys((policies, again)):
-        for limit in dict.fromkeys((graphs.limit, usual)):
+    layers, met, costs, missing = decoder_layers(core), _met(trainer), costs_of(trainer, core), list[str]()
+    policies = [policy_of(layer, core._fastlm_model.offload.on) for layer in layers]
+    ways = [(graphs.limit, False)]
+    if state.activations is not None and costs is not None and not {"recompute", "offload"} & set(policies):
+        ways += [(min(graphs.limit, largest_size(int(TWICE * _worthwhile(core)))), True)]
+    for most, again in ways:
+        for limit in dict.fromkeys((most, most if met is None else _usual(met, most))):
             sizes = None if met is None else _expected(trainer, met, limit)
             if sizes == []:
                 continue
-            if (reason := _too_large(trainer, core, state, limit, each)) is None:
-                graphs.limit, graphs.recomputed = limit, each != policies
+            inside = ["recompute"] * len(layers) if again else policies
+            if (reason := _too_large(trainer, core, state, costs, limit, inside, policies)) is None:
+                graphs.limit, graphs.recomputed = limit, again
                 graphs.plan(sizes or ())
                 graphs.bind(core.base_model)
                 return graphs
@@ -181,18 +185,21 @@ def _expected(trainer: Any, met: Counter[Size | None], limit: int) -> list[Size]
     return sizes
 
 
-def _too_large(trainer: Any, core: Any, state: State, limit: int, policies: Sequence[str]) -> str | None:
-    """Why graphs of so many tokens, under these policies, cannot be held beside a step without a graph."""
-    costs = costs_of(trainer, core)
+def _too_large(
+    trainer: Any, core: Any, state: State, costs: StepCosts | None, limit: int, inside: Sequence[str],
+    policies: Sequence[str],
+) -> str | None:  # fmt: skip
+    """Why graphs of so many tokens, under policies inside, cannot be held beside a step without one under its own."""
+    activations = state.activations
     if costs is not None:
-        held = costs.graphs(limit, policies)
-    elif state.activations is not None and overall(policies) == "keep":  # as measured
-        held = sum(memory.kept_bytes(decoder_layers(core))) * limit // max(state.activations.tokens, 1)
+        held = costs.graphs(limit, inside)
+    elif activations is not None and overall(inside) == "keep":  # as measured
+        held = sum(memory.kept_bytes(decoder_layers(core))) * limit // max(activations.tokens, 1)
     else:
         return "nobody could count what they take"
-    if state.activations is not None:
-        step = memory.present_need(state.activations, len(policies))
-    else:  # nobody could do it again for which graphs left too little memory
+    if activations is not None and activations.policy not in ("recompute", "offload"):
+        step = memory.present_need(activations, len(policies))
+    else:  # it may be that nobody can do a step again for which graphs left too little memory
         assert costs is not None
         largest = int(memory.largest_batch(trainer, state, limit))
         most = sum(costs.worst_moment(policies, largest).values()) - sum(costs.standing().values())

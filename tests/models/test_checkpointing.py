@@ -298,3 +298,11 @@ def test_copies_and_pickles_recompute_too(runs):
     layer = pickle.loads(pickle.dumps(model.model.layers[0]))
     func = layer._gradient_checkpointing_func
     assert func.func is checkpointing.recompute and func.args[0].keywords == {"use_reentrant": False}
+
+
+def test_layers_that_are_not_ours_have_no_policy_to_set() -> None:
+    """Those of lfm2 have no ``mlp``."""
+    layer = torch.nn.Module()
+    checkpointing.set_policies([layer], ["lean"])
+    assert layer.gradient_checkpointing is False and "_fastlm" not in layer.__dict__
+    checkpointing.leave_out(layer, "keep")

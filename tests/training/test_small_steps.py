@@ -125,9 +125,12 @@ def test_graphs_take_less_where_memory_is_short(short: str, tmp_path: Any, capsy
     truth, _ = run(tmp_path, runs.model(), max_steps=12)
     asked: list[tuple[int, str]] = []
 
-    def too_large(trainer: Any, core: Any, state: Any, limit: int, policies: Any) -> str | None:
-        asked.append((limit, policies[0]))
-        fits = (short == "tokens" or policies[0] == "recompute") and (short == "kept" or limit == 64)
+    def too_large(
+        trainer: Any, core: Any, state: Any, costs: Any, limit: int, inside: Any, policies: Any
+    ) -> str | None:
+        assert set(policies) == {"keep"}
+        asked.append((limit, inside[0]))
+        fits = (short == "tokens" or inside[0] == "recompute") and (short == "kept" or limit == 64)
         return None if fits else "too little"
 
     monkeypatch.setattr(small_steps, "_too_large", too_large)
@@ -166,6 +169,65 @@ def test_policies_leave_room_for_graphs(tmp_path: Any, capsys: Any, monkeypatch:
     other = runs.trainer(runs.model(), large, runs.config(tmp_path, max_steps=4, per_device_train_batch_size=2))
     other.train()
     assert state_of(other).graph_room == 0 and "free beside" not in capsys.readouterr().out  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("room", "kept"), [(0.5, False), (1.1, True)])
+def test_policies_are_chosen_beside_that_room(room: float, kept: bool, tmp_path: Any, monkeypatch: Any) -> None:
+    before, _ = run(tmp_path, runs.model(), max_steps=3)
+    state = state_of(before)
+    assert state is not None and state.activations.policy == "keep" and state.graph_room > 2**27
+    keeping = state.activations.levels[-1][0]
+    gauge = memory._Gauge(allocated=100, peak=300, free=keeping + int(room * state.graph_room))
+    monkeypatch.setattr(memory, "_gauge", lambda *args, **kwargs: gauge)
+    made, _ = run(tmp_path, runs.model(), max_steps=3)
+    found = state_of(made)
+    assert found is not None and (found.activations.policy == "keep") == kept
+
+
+def test_what_a_step_without_a_graph_needs_stays_free(tmp_path: Any, monkeypatch: Any) -> None:
+    """As measured where a step can be done again, else as counted for the largest batch."""
+    made, _ = run(tmp_path, runs.model(), max_steps=3)
+    state, core = state_of(made), made.model.get_base_model()
+    assert state is not None
+    costs, keep = costs_of(made, core), ["keep", "keep"]
+    assert costs is not None
+    monkeypatch.setattr(small_steps, "free_bytes", lambda device: 2**31)
+    state.activations.levels = [(0, ("recompute",) * 2), (2**20, ("keep",) * 2)]
+    assert small_steps._too_large(made, core, state, costs, 64, keep, keep) is None
+    state.activations.levels = [(0, ("recompute",) * 2), (2**31, ("keep",) * 2)]
+    refused = "2.1 GiB would have to be free for their activations, and 2.0 are"
+    assert small_steps._too_large(made, core, state, costs, 64, keep, keep) == refused
+    state.activations.levels, state.activations.peak = [], 100 + 2**31
+    assert "2.3 GiB" in str(small_steps._too_large(made, core, state, costs, 64, keep, keep))
+    state.activations.policy, offloaded = "offload", ["offload", "offload"]
+    assert small_steps._too_large(made, core, state, costs, 64, offloaded, offloaded) is None
+    monkeypatch.setattr(memory, "largest_batch", lambda trainer, state, tokens: 500_000)
+    assert "GiB would have to be free" in str(
+        small_steps._too_large(made, core, state, costs, 64, offloaded, offloaded)
+    )
+
+
+def test_memory_that_ran_out_before_a_capture_costs_no_graphs(tmp_path: Any, monkeypatch: Any) -> None:
+    made = runs.trainer(runs.model(), ROWS, runs.config(tmp_path, max_steps=8, per_device_train_batch_size=2))
+    state = state_of(made)
+    assert state is not None
+    calls, run_once = list[int](), memory.training_step
+
+    def fails_once(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        def step(*a: Any, **k: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 3:
+                raise torch.OutOfMemoryError("out of memory")
+            return original(*a, **k)
+
+        return run_once(step, trainer, *args, **kwargs)
+
+    monkeypatch.setattr(memory, "training_step", fails_once)
+    noted = Noted()
+    noted.trainer = made  # type: ignore[attr-defined]
+    made.add_callback(noted)
+    made.train()
+    assert len(calls) == 9 and state.activations.policy != "keep" and noted.replays >= 4
 
 
 def test_steps_past_the_limit_run_without(tmp_path: Any, capsys: Any) -> None:
