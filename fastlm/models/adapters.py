@@ -199,13 +199,10 @@ def _projection(
     return Projection(weight, base.bias, a, b, scale, casts)
 
 
-def factors(module: Any) -> tuple[Tensor, Tensor] | None:
-    """A and B of the adapter of a projection that LoRA has wrapped, if it has one that is active."""
-    active: Sequence[str] = module.active_adapters if is_adapted(module) and hasattr(module, "lora_A") else ()
-    if len(active) != 1 or active[0] not in module.lora_A:
-        return None
-    down, up = module.lora_A[active[0]], module.lora_B[active[0]]
-    return (down.weight, up.weight) if type(down) is type(up) is nn.Linear else None
+def factors(module: nn.Module, dtype: torch.dtype, autocast: bool) -> tuple[Tensor, Tensor] | None:
+    """A and B of the adapter that a fused function would take from this module, if it is a projection with one."""
+    found = _projection(module, dtype, autocast, dtype, module.training) if is_adapted(module) else None
+    return None if not isinstance(found, Projection) or found.a is None or found.b is None else (found.a, found.b)
 
 
 def _adapter(module: Any, dtype: torch.dtype, autocast: bool, training: bool) -> tuple[Tensor, Tensor, float] | str:

@@ -123,7 +123,7 @@ class Graph:
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         # a cast that autocast has kept would be captured as it is
         with torch.enable_grad(), torch.autocast(kind, dtype, enabled, cache_enabled=False):
-            self._casts = _cast_adapters(backbone, dtype if enabled else self._embedded.dtype)
+            self._casts = _cast_adapters(backbone, dtype if enabled else self._embedded.dtype, enabled)
             with self._as_captured(backbone):
                 self._out = run_stock(backbone, self._embedded, kwargs)
 
@@ -176,12 +176,12 @@ class Graph:
         return None if self._dembedded is None else self._dembedded[:, :tokens].clone(), gradients
 
 
-def _cast_adapters(backbone: Any, dtype: torch.dtype) -> dict[nn.Module, tuple[Tensor, Tensor]]:
-    """A and B of every projection's adapter in this dtype, all made in a few launches: one a tensor takes 1 ms of a
+def _cast_adapters(backbone: Any, dtype: torch.dtype, autocast: bool) -> dict[nn.Module, tuple[Tensor, Tensor]]:
+    """A and B of every adapter that is fused, in this dtype, all made in a few launches: one a tensor takes 1 ms of a
     step of 8 billion parameters. The A come first, in the order of their modules, so that those of projections which
     read the same input lie side by side.
     """
-    found = {module: pair for module in backbone.modules() if (pair := factors(module)) is not None}
+    found = {module: pair for module in backbone.modules() if (pair := factors(module, dtype, autocast)) is not None}
     tensors = [pair[index].detach() for index in (0, 1) for pair in found.values()]
     if not tensors:
         return {}

@@ -69,13 +69,12 @@ class LayerGraphs:
 
     limit: tokens of the largest step that may. say: told what was captured, and why it could not be.
     recomputed: whether every layer is run again in a graph's backward, whatever steps without graphs keep.
-    bound: whether a model runs them. replays: forwards that ran as a graph.
+    replays: forwards that ran as a graph.
     """
 
     def __init__(self, backbone: Any, limit: int, say: Callable[[str], None]) -> None:
         self.limit, self.say, self.recomputed = limit, say, False
         self.replays = 0
-        self.bound = False
         self._watched = _Watched(backbone)
         self._facts: Any = None
         self._changes = 0
@@ -100,7 +99,6 @@ class LayerGraphs:
 
     def bind(self, backbone: Any) -> None:
         """Run this model's small steps as graphs from now on."""
-        self.bound = True
         backbone._fastlm_graphs = self
         backbone.__dict__["forward"] = MethodType(_forward_for(type(backbone)), backbone)  # type: ignore[arg-type]
 
@@ -127,10 +125,10 @@ class LayerGraphs:
             torch.cuda.empty_cache()
         return held
 
-    def stop(self) -> bool:
+    def stop(self) -> None:
         """From here on no step runs as a graph; frees them as ``release`` does."""
         self.limit = 0
-        return self.release()
+        self.release()
 
     def run(self, backbone: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """Last hidden states [1, T, hidden] of a call that prepare_backbone made; None where no graph serves it."""

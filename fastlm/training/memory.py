@@ -348,7 +348,8 @@ def _again_if_too_large(
                 set_device_states(devices, states)
                 torch.cuda.empty_cache()
             tokens = tokens_of(inputs)
-            if state.graphs and state.graphs.holds and state.graphs.stop():
+            if state.graphs and state.graphs.holds:
+                state.graphs.stop()
                 state.voice.say(f"a batch of {tokens} tokens needs the memory of the CUDA graphs: from here on without")
                 continue
             if kept := activations.policy in _KEEPING:

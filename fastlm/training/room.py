@@ -194,13 +194,11 @@ def costs_of(
     if (getattr(core, "is_quantized", False) and not in_4bit) or bool(full) == bool(ranks):
         return None
     state = state_of(trainer)
-    twin = None if state is None else state.twin
+    assert state is not None  # else nobody counts
     try:
-        twin = twin_of(core.config, core.dtype) if twin is None else twin
+        twin = state.twin = twin_of(core.config, core.dtype) if state.twin is None else state.twin
     except (RuntimeError, ValueError):  # layers that are not fused, a class of the user's own
         return None
-    if state is not None:
-        state.twin = twin
     if not ranks.keys() <= dict(twin.named_modules()).keys():
         return None
     accumulates = trainer.args.gradient_accumulation_steps > 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from .report import PEAK_TFLOPS, Operations, count_operations, gpu_of
 from .room import costs_of, free_bytes
 from .step import State, one_process, state_of
 
-__all__ = ["TWICE", "train", "training_step", "worthwhile"]
+__all__ = ["TWICE", "Prospect", "train", "training_step", "worthwhile"]
 
 _HOST = 0.006  # seconds in which the host launches a layer, forward and backward: 0.2 s for 32 (16-core server, H200)
 _SHARE = 0.65  # of the data sheet's TFLOP/s that products of some thousand rows reach
@@ -34,11 +35,25 @@ _OTHERS = 100.0  # TFLOP/s of a GPU that is not in the table
 _DRAWS = 2000
 
 
+@dataclass(frozen=True, eq=False)
+class Prospect:
+    """Graphs that wait for policies to be chosen.
+
+    met: sizes of steps, as `_met` tells them. fewer: tokens of the largest step in which recomputing for a graph alone
+    pays. costs: of a step; None where nobody can count them.
+    """
+
+    graphs: LayerGraphs
+    met: Counter[Size | None] | None
+    fewer: int
+    costs: StepCosts | None
+
+
 def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Trainer.train; however it ends, the graphs and their memory are gone."""
     state = state_of(trainer)
     if state is not None:
-        state.graphs, state.steps, state.graph_room = None, 0, 0
+        state.graphs, state.prospect, state.steps, state.graph_room = None, None, 0, 0
     try:
         return optimizers.train(original, trainer, *args, **kwargs)
     finally:
@@ -55,17 +70,19 @@ def training_step(
     """SFTTrainer.training_step, after a look whether graphs are of use, once there is something to judge by."""
     state = state_of(trainer)
     if state is not None and state.graphs is None and state.steps >= trainer.args.gradient_accumulation_steps:
-        state.graphs = _graphs(trainer, state, inputs) or False
-    chosen = state is not None and (state.activations is None or state.activations.policy != "first")
-    if state is not None and chosen and state.graphs and not state.graphs.bound:
-        state.graphs = _bound(trainer, state, state.graphs) or False
+        if state.prospect is None:
+            state.prospect = _graphs(trainer, state, inputs)
+        if state.prospect is None:
+            state.graphs = False
+        elif state.activations is None or state.activations.policy != "first":
+            state.graphs, state.prospect = _bound(trainer, state, state.prospect) or False, None
     loss = memory.training_step(original, trainer, model, inputs, *args, **kwargs)
     if state is not None:
         state.steps += 1
     return loss
 
 
-def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> LayerGraphs | None:
+def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> Prospect | None:
     """What is to be captured once policies are chosen; None where it is of no use, or cannot be, which is said."""
     core: Any = patched_core(trainer.model)
     boundaries = inputs.get("boundaries")
@@ -88,21 +105,22 @@ def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> LayerGraphs |
     if obstacle is not None:
         state.voice.say(f"steps of few tokens run without CUDA graphs: {obstacle}")
         return None
-    fewer = min(limit, largest_size(int(TWICE * most)))
+    fewer, costs = min(limit, largest_size(int(TWICE * most))), costs_of(trainer, core)
     few = 0 if met is None else sum(count for size, count in met.items() if size and size.tokens <= fewer)
-    if met is not None and few > met.total() / 2 and (costs := costs_of(trainer, core)) is not None:
+    if met is not None and few > met.total() / 2 and costs is not None:
         state.graph_room = int(memory.MARGIN * costs.graphs(_usual(met, fewer), "recompute"))
-    return graphs
+    return Prospect(graphs, met, fewer, costs)
 
 
-def _bound(trainer: Any, state: State, graphs: LayerGraphs) -> LayerGraphs | None:
+def _bound(trainer: Any, state: State, prospect: Prospect) -> LayerGraphs | None:
     """They, with as many tokens and as much kept as there is memory for; None where there is not enough, and said."""
     core: Any = patched_core(trainer.model)
-    layers, met, costs, missing = decoder_layers(core), _met(trainer), costs_of(trainer, core), list[str]()
+    layers, missing = decoder_layers(core), list[str]()
+    graphs, met, costs = prospect.graphs, prospect.met, prospect.costs
     policies = [policy_of(layer, core._fastlm_model.offload.on) for layer in layers]
     ways = [(graphs.limit, False)]
     if state.activations is not None and costs is not None and not {"recompute", "offload"} & set(policies):
-        ways += [(min(graphs.limit, largest_size(int(TWICE * _worthwhile(core)))), True)]
+        ways += [(prospect.fewer, True)]
     for most, again in ways:
         for limit in dict.fromkeys((most, most if met is None else _usual(met, most))):
             sizes = None if met is None else _expected(trainer, met, limit)
@@ -170,18 +188,23 @@ def _expected(trainer: Any, met: Counter[Size | None], limit: int) -> list[Size]
     those that come less often together.
     """
     batches = (trainer.state.max_steps - trainer.state.global_step) * trainer.args.gradient_accumulation_steps
-    sizes, rare, steps = list[Size](), list[Size](), 0.0
-    for size in [*sorted((s for s in met if s is not None and s.tokens <= limit), reverse=True), None]:
-        own = met[size] * batches / met.total() if size is not None else 1
-        if size is not None and own < 1:
-            rare.append(size)
-            steps += own
-        if rare and steps >= (1 if own < 1 else 0.5):  # one that serves all of them
+    sizes, rare = list[Size](), list[Size]()
+
+    def serve_rare(least: float) -> None:
+        """By one size, where they are so many steps."""
+        if rare and sum(met[size] for size in rare) * batches >= least * met.total():
             sizes.append(Size(rare[0].tokens, max(s.entries for s in rare), max(s.longest for s in rare)))
-        if steps >= 1 or own >= 1:
-            rare, steps = [], 0.0
-        if size is not None and own >= 1:
+            rare.clear()
+
+    for size in sorted((s for s in met if s is not None and s.tokens <= limit), reverse=True):
+        if met[size] * batches < met.total():
+            rare.append(size)
+            serve_rare(1)
+        else:
+            serve_rare(0.5)
+            rare.clear()  # fewer are not worth a capture
             sizes.append(size)
+    serve_rare(0.5)
     return sizes
 
 

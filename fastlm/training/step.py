@@ -70,6 +70,7 @@ class State:
     rate_set: bool = False  # embedding_learning_rate, in the trainer's own optimizer
     steps: int = 0  # micro-steps since train() was called
     graph_room: int = 0  # bytes that are left for graphs where policies are chosen
+    prospect: Any = None  # small_steps.Prospect, from when graphs are known to be of use until policies are chosen
     graphs: Any = None  # models.graphs.LayerGraphs where small steps run so, False where not, None until it is known
 
 

@@ -137,12 +137,8 @@ def test_graphs_take_less_where_memory_is_short(short: str, tmp_path: Any, capsy
     capsys.readouterr()
     made, noted = run(tmp_path, runs.model(), max_steps=12)
     out = capsys.readouterr().out
-    assert (
-        asked
-        == [(128, "keep"), (64, "keep"), (128, "recompute"), (64, "recompute")][
-            : {"tokens": 2, "kept": 3}.get(short, 4)
-        ]
-    )
+    ways = [(128, "keep"), (64, "keep"), (128, "recompute"), (64, "recompute")]
+    assert asked == ways[: {"tokens": 2, "kept": 3, "both": 4}[short]]
     assert ("steps of up to 128 tokens run as" in out) == (short == "kept")
     assert ("CUDA graphs, in which activations are recomputed: " in out) == (short != "tokens")
     assert noted.replays >= 6 and "activations: keep x 2" in out
