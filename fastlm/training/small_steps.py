@@ -119,7 +119,7 @@ def _bound(trainer: Any, state: State, prospect: Prospect) -> LayerGraphs | None
     graphs, met, costs = prospect.graphs, prospect.met, prospect.costs
     policies = [policy_of(layer, core._fastlm_model.offload.on) for layer in layers]
     ways = [(graphs.limit, False)]
-    if state.activations is not None and costs is not None and not {"recompute", "offload"} & set(policies):
+    if state.activations is not None and costs is not None and set(policies) - {"recompute", "offload"}:
         ways += [(prospect.fewer, True)]
     for most, again in ways:
         for limit in dict.fromkeys((most, most if met is None else _usual(met, most))):

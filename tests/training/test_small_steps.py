@@ -146,6 +146,32 @@ def test_graphs_take_less_where_memory_is_short(short: str, tmp_path: Any, capsy
         np.testing.assert_allclose(runs.logged(made, name), runs.logged(truth, name), rtol=1e-5, err_msg=name)
 
 
+def test_graphs_recompute_where_only_some_layers_do(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
+    """Memory is shortest there: of the room that is left for graphs, those that keep what layers keep take too much."""
+    truth, _ = run(tmp_path, runs.model(), max_steps=12)
+    before, _ = run(tmp_path, runs.model(), max_steps=3)
+    state = state_of(before)
+    assert state is not None
+    free = state.activations.levels[1][0] + 1 + state.graph_room
+    monkeypatch.setattr(memory, "_gauge", lambda *args, **kwargs: memory._Gauge(allocated=100, peak=300, free=free))
+    asked: list[tuple[str, ...]] = []
+
+    def too_large(
+        trainer: Any, core: Any, state: Any, costs: Any, limit: int, inside: Any, policies: Any
+    ) -> str | None:
+        asked.append(tuple(inside))
+        return None if set(inside) == {"recompute"} else "too little"
+
+    monkeypatch.setattr(small_steps, "_too_large", too_large)
+    capsys.readouterr()
+    made, noted = run(tmp_path, runs.model(), max_steps=12)
+    assert asked == [("recompute", "lean")] * 2 + [("recompute", "recompute")]
+    assert "CUDA graphs, in which activations are recomputed: " in capsys.readouterr().out and noted.replays >= 6
+    assert state_of(made).activations.mix == ("recompute", "lean")  # type: ignore[union-attr]
+    for name in ("loss", "grad_norm", "entropy"):
+        np.testing.assert_allclose(runs.logged(made, name), runs.logged(truth, name), rtol=1e-5, err_msg=name)
+
+
 def test_policies_leave_room_for_graphs(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
     """Where most steps are small; graphs that recompute take little, and save a small step most of its time."""
     made = runs.trainer(runs.model(), ROWS, runs.config(tmp_path, max_steps=4, per_device_train_batch_size=2))
