@@ -232,12 +232,13 @@ class _Watched:
         outside = {id(module) for module in backbone.get_input_embeddings().modules()} | {id(backbone)}
         modules = [module for module in backbone.modules() if id(module) not in outside]
         self._layers = list(backbone.layers)
-        self._modules = modules
+        # those that do something when they are called: containers have no forward
+        self._modules = [module for module in modules if type(module).forward is not nn.Module.forward]
         self._tree = [module._modules for module in backbone.modules() if module._modules]
         self._children, self._forwards = self._now()
         self._tables = [t for module in modules for t in (module._parameters, module._buffers) if t]
         self._hooks = [
-            table for module in modules
+            table for module in self._modules
             for table in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
                           module._backward_pre_hooks)
         ]  # fmt: skip
@@ -269,7 +270,7 @@ class _Watched:
 
     def trained(self) -> list[Tensor]:
         """Each once, however many modules share it."""
-        return list(dict.fromkeys(tensor for tensor in self._tensors() if tensor.requires_grad))
+        return list({id(tensor): tensor for tensor in self._tensors() if tensor.requires_grad}.values())
 
     def usual(self, backbone: Any, trained: list[Tensor]) -> bool:
         """Whether a call here and now is like one that is captured; trained: what ``trained`` says of now."""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, is_
 from traceback import walk_tb
 from types import MethodType
 from typing import Any
@@ -266,15 +266,20 @@ def shorten_walks(model: nn.Module) -> None:
 
 
 class _Walk:
-    """All modules of a model, and their own tables of children and parameters, which say whether it has changed."""
+    """All modules of a model, and their own tables of children and parameters, which say whether it has changed.
+
+    Most tables are empty in a model with adapters: whether they still are is one look at all of them.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         from transformers import PreTrainedModel
 
         self.modules = list(model.modules())
-        self.holders = [module._parameters for module in self.modules]
-        self.tables = [module._modules for module in self.modules]
+        children, holders = ([vars(module)[name] for module in self.modules] for name in ("_modules", "_parameters"))
+        self.empty = [table for table in (*children, *holders) if not table]
+        self.tables, self.holders = [table for table in children if table], [table for table in holders if table]
         self.children = self._children()
+        self.found, self.unique = list[Any](), list[nn.Parameter]()
         stock = (nn.Module.train, PreTrainedModel.train)  # the latter adds something only where the mode changes
         self.plain = all(kind.train in stock for kind in {type(module) for module in self.modules})
 
@@ -282,7 +287,15 @@ class _Walk:
         return [child for table in self.tables for child in table.values()]
 
     def has_changed(self) -> bool:
-        return self._children() != self.children
+        return any(self.empty) or self._children() != self.children
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Each once; who they are is worked out where one is another than before."""
+        found = [parameter for table in self.holders for parameter in table.values()]
+        if len(found) != len(self.found) or not all(map(is_, found, self.found)):
+            self.found = found
+            self.unique = list(dict.fromkeys(parameter for parameter in found if parameter is not None))
+        return iter(self.unique)
 
 
 def _walk_of(model: nn.Module) -> _Walk:
@@ -297,7 +310,7 @@ def _walkers() -> dict[str, Callable[..., Any]]:
     def parameters(self: nn.Module, recurse: bool = True) -> Iterator[nn.Parameter]:
         if not recurse:
             return type(self).parameters(self, recurse)
-        return iter(dict.fromkeys(p for table in _walk_of(self).holders for p in table.values() if p is not None))
+        return _walk_of(self).parameters()
 
     def train(self: nn.Module, mode: bool = True) -> nn.Module:
         if mode and all(map(attrgetter("training"), _walk_of(self).modules)) and self.__dict__[_WALK].plain:

@@ -371,6 +371,15 @@ def test_walks_answer_as_the_class_does() -> None:
     assert list(model.parameters(recurse=False)) == []
     model.base_model.model.model.layers[0].mlp.extra = nn.Linear(3, 3)
     check()
+    activation = model.base_model.model.model.layers[0].mlp.act_fn  # holds nothing yet
+    activation.slope = nn.Parameter(torch.ones(1))
+    check()
+    activation.slope = None
+    check()
+    activation.inner = nn.Linear(3, 3)
+    check()
+    del activation.inner, activation.slope
+    check()
     layer = model.base_model.model.model.norm
     layer.weight = nn.Parameter(layer.weight.detach().clone())  # another object in its place
     check()
