@@ -32,7 +32,7 @@ from .options import bits_of, check_bits, fit_length
 from .training.costs import LONG_SAMPLE, POLICIES, Samples, StepCosts, in_words, ladder, overall, per_layer, step_costs
 from .training.memory import MARGIN, RESERVE
 from .training.report import PEAK_TFLOPS, Operations, attended_pairs, count_operations, gpu_of
-from .training.small_steps import TWICE, worthwhile
+from .training.small_steps import TWICE, ways, worthwhile
 
 __all__ = ["GPUS", "Plan", "plan", "twin_of"]
 
@@ -242,8 +242,7 @@ def plan(
 
     def captured(name: str | None) -> tuple[int, Sequence[str]]:
         """Tokens of a micro-batch as a CUDA graph, 0 where it is none, and its policies; as small_steps.py decides."""
-        again = () if forced or {"recompute", "offload"} & set(each) else ((TWICE, ["recompute"] * len(each)),)
-        for share, own in ((1.0, each), *again):
+        for share, own in ways(1.0, TWICE, each, forced is None):
             size = graph_size(name, share)
             if size and _needed(costs, each, tokens) + MARGIN * costs.graphs(size, own) <= memory:
                 return size, own

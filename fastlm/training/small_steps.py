@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,13 +26,15 @@ from .report import PEAK_TFLOPS, Operations, count_operations, gpu_of
 from .room import costs_of, free_bytes
 from .step import State, one_process, state_of
 
-__all__ = ["TWICE", "Prospect", "train", "training_step", "worthwhile"]
+__all__ = ["TWICE", "Prospect", "train", "training_step", "ways", "worthwhile"]
 
 _HOST = 0.006  # seconds in which the host launches a layer, forward and backward: 0.2 s for 32 (16-core server, H200)
 _SHARE = 0.65  # of the data sheet's TFLOP/s that products of some thousand rows reach
 TWICE = 0.75  # of these steps' tokens, where graphs run layers again that otherwise would not be: three passes, not two
 _OTHERS = 100.0  # TFLOP/s of a GPU that is not in the table
 _DRAWS = 2000
+
+Limit = TypeVar("Limit", int, float)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,17 +120,14 @@ def _bound(trainer: Any, state: State, prospect: Prospect) -> LayerGraphs | None
     layers, missing = decoder_layers(core), list[str]()
     graphs, met, costs = prospect.graphs, prospect.met, prospect.costs
     policies = [policy_of(layer, core._fastlm_model.offload.on) for layer in layers]
-    ways = [(graphs.limit, False)]
-    if state.activations is not None and costs is not None and set(policies) - {"recompute", "offload"}:
-        ways += [(prospect.fewer, True)]
-    for most, again in ways:
+    may_recompute = state.activations is not None and costs is not None
+    for most, inside in ways(graphs.limit, prospect.fewer, policies, may_recompute):
         for limit in dict.fromkeys((most, most if met is None else _usual(met, most))):
             sizes = None if met is None else _expected(trainer, met, limit)
             if sizes == []:
                 continue
-            inside = ["recompute"] * len(layers) if again else policies
             if (reason := _too_large(trainer, core, state, costs, limit, inside, policies)) is None:
-                graphs.limit, graphs.recomputed = limit, again
+                graphs.limit, graphs.recomputed = limit, inside is not policies
                 graphs.plan(sizes or ())
                 graphs.bind(core.base_model)
                 return graphs
@@ -136,6 +135,19 @@ def _bound(trainer: Any, state: State, prospect: Prospect) -> LayerGraphs | None
     if missing:
         state.voice.say(f"steps of few tokens run without CUDA graphs: {missing[-1]}")
     return None
+
+
+def ways(
+    most: Limit, fewer: Limit, policies: Sequence[str], may_recompute: bool
+) -> list[tuple[Limit, Sequence[str]]]:  # fmt: skip
+    """Up to which size, and under which policies of layers, graphs are of use, the fastest first.
+
+    fewer: where all recompute. may_recompute: whether they may where layers do not.
+    """
+    found = [(most, policies)]
+    if may_recompute and set(policies) - {"recompute", "offload"}:
+        found.append((fewer, ["recompute"] * len(policies)))
+    return found
 
 
 def _unfit(trainer: Any, core: Any) -> str | None:
