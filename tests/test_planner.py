@@ -65,6 +65,8 @@ def test_the_measured_step():
 MIXED: dict[str | None, tuple[str, ...]] = {
     "7 of 36 layers keep all, 29 all but norms": ("light",) * 29 + ("keep",) * 7,
     "26 of 36 layers keep all, 10 all but gate and up products": ("lean",) * 10 + ("keep",) * 26,
+    "13 of 32 layers recomputed, 19 keep all but norms, gate and up products": ("recompute",) * 13 + ("lean",) * 19,
+    "5 of 28 layers recomputed, 23 keep all but norms, gate and up products": ("recompute",) * 5 + ("lean",) * 23,
 }
 
 
@@ -88,13 +90,15 @@ def recorded() -> list[Any]:
 
 def policy_of(record: dict[str, Any]) -> str | tuple[str, ...]:
     case = record["case"]
+    if record.get("layers") in MIXED:
+        return MIXED[record["layers"]]
     if "offload" in case or "host memory" in case or "350,000" in case:
         return "offload"
     if "recompute" in case:
         return "recompute"
     if "one row" in case:
         return ("light",) * 29 + ("keep",) * 7
-    return MIXED[record["layers"]] if "layers" in record else "lean" if "all kept but" in case else "keep"
+    return "lean" if "all kept but" in case else "keep"
 
 
 @pytest.mark.parametrize("record, notes", recorded())
@@ -105,12 +109,14 @@ def test_the_measured_time(record, notes, flash4):
         pytest.skip("recomputing made the down product, too, then")
     if record["looped"]:
         pytest.skip("the optimiser's step, which plan counts, is in the whole loop's figure")
+    if "18 GiB: no graphs" in case:
+        pytest.skip("a step that waits for the host, which took 0.290 s on the host of the run before")
     if arch == "qwen3_4b":
         pytest.skip("layer inputs were waited for, or kernels compiled, in every step then")
     length = tokens if tokens > 300_000 else 14_000 if tokens > 20_000 else 240
     costs, operations = counted(arch, None if "varlen" in notes and length == 240 else length, record["kind"])
     policy, samples = policy_of(record), tokens // length + 1
-    graphed = tokens < 5000 and "'fastlm'" not in case  # which had no graphs yet
+    graphed = tokens < 5000 and "no graphs" not in case and "'fastlm'" not in case  # which had none yet
     measured = tokens / record["tokens_per_second"]
     setting: Any = (policy, tokens, length, 1, record["kind"] == "nf4", record["kind"] == "full", graphed)
     if graphed:
