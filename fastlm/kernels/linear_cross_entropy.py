@@ -104,7 +104,9 @@ def _linear_cross_entropy_rows(
     rows, (vocabulary, width) = hidden.shape[0], weight.shape
     chunk = chunk_rows(vocabulary, dtype.itemsize, device.type, trainable=wanted.weight)
     stride = -(-vocabulary // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
-    buffer = torch.empty(min(chunk, rows), stride, dtype=dtype, device=device)[:, :vocabulary]
+    buffer = torch.empty(min(chunk, rows), stride, dtype=dtype, device=device)
+    buffer[:, vocabulary:].zero_()  # a CPU with AMX multiplies a column past an odd count by zero, and NaN stays NaN
+    buffer = buffer[:, :vocabulary]
 
     results = RowStatistics.empty(rows, sum_dtype, device, statistics=settings.statistics)
     gradients = _Gradients(

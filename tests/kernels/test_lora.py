@@ -119,6 +119,19 @@ def test_mlp_three_way(ranks, activation, dtype):
 
 
 @torch_alone
+@torch.no_grad()
+@pytest.mark.parametrize("rank", [3, 4])
+def test_what_lies_beside_a_skinny_product_is_not_read(rank):
+    """As a CPU with AMX does, of odd counts of columns: zero times what is there."""
+    p, x = projection(24, 64, torch.bfloat16, rank=rank), torch.randn(32, 24, device=DEVICE).bfloat16()
+    low = torch.full((32, rank + 5), float("nan"), dtype=torch.bfloat16, device=DEVICE)[:, :rank]
+    low.copy_(x @ p.a.t())
+    y = lora._project(x, low, p.weight, None, p.b, p.scale)
+    torch.testing.assert_close(y, lora._project(x, low.contiguous(), p.weight, None, p.b, p.scale))
+    assert not y.isnan().any()
+
+
+@torch_alone
 def test_strided_and_expanded_inputs_and_gradients():
     p = projection(24, 40, torch.float32)
     x = torch.randn(6, 2, 24, device=DEVICE).transpose(0, 1)[:, ::2]
