@@ -104,9 +104,10 @@ def _linear_cross_entropy_rows(
     rows, (vocabulary, width) = hidden.shape[0], weight.shape
     chunk = chunk_rows(vocabulary, dtype.itemsize, device.type, trainable=wanted.weight)
     stride = -(-vocabulary // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
-    buffer = torch.empty(min(chunk, rows), stride, dtype=dtype, device=device)
-    buffer[:, vocabulary:].zero_()  # a CPU with AMX multiplies a column past an odd count by zero, and NaN stays NaN
-    buffer = buffer[:, :vocabulary]
+    padded = torch.empty(min(chunk, rows), stride, dtype=dtype, device=device)
+    if device.type == "cpu":  # with AMX it multiplies a column past an odd count by zero, and NaN stays NaN
+        padded[:, vocabulary:].zero_()
+    buffer = padded[:, :vocabulary]
 
     results = RowStatistics.empty(rows, sum_dtype, device, statistics=settings.statistics)
     gradients = _Gradients(

@@ -282,9 +282,13 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
 
 def present_need(activations: Activations, count: int) -> int:
     """Bytes that have to be free for a step under the policies that so many layers have now."""
+    return max(_asked(activations, count), int(MARGIN * (activations.peak - activations.before)))
+
+
+def _asked(activations: Activations, count: int) -> int:
+    """Bytes that had to be free when the present policies of so many layers were chosen; 0 where they were not."""
     present = activations.mix or (activations.policy,) * count
-    own = next((size for size, level in activations.levels if level == present), 0)
-    return max(own, int(MARGIN * (activations.peak - activations.before)))
+    return next((size for size, level in activations.levels if level == present), 0)
 
 
 def _take(activations: Activations, layers: list[Any], level: tuple[str, ...]) -> None:
@@ -295,9 +299,8 @@ def _take(activations: Activations, layers: list[Any], level: tuple[str, ...]) -
 
 def _lower(activations: Activations, count: int) -> tuple[str, ...]:
     """The highest level that needs a tenth less than the present one, which was too much."""
-    present = activations.mix or (activations.policy,) * count
-    most = next((size for size, level in activations.levels if level == present), 0)
-    return next((level for size, level in reversed(activations.levels) if size < 0.9 * most), ("recompute",) * count)
+    most = 0.9 * _asked(activations, count)
+    return next((level for size, level in reversed(activations.levels) if size < most), ("recompute",) * count)
 
 
 def _worst_moments(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..models.checkpointing import policy_of
+from ..models.checkpointing import KEEPING, policy_of
 from ..models.graphs import LayerGraphs, Size, largest_size, size_of
 from ..models.patch import decoder_layers, patched_core
 from ..packing.dataset import lengths_of
@@ -34,7 +34,7 @@ TWICE = 0.75  # of these steps' tokens, where graphs run layers again that other
 _OTHERS = 100.0  # TFLOP/s of a GPU that is not in the table
 _DRAWS = 2000
 
-Limit = TypeVar("Limit", int, float)
+_Limit = TypeVar("_Limit", int, float)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,14 +138,14 @@ def _bound(trainer: Any, state: State, prospect: Prospect) -> LayerGraphs | None
 
 
 def ways(
-    most: Limit, fewer: Limit, policies: Sequence[str], may_recompute: bool
-) -> list[tuple[Limit, Sequence[str]]]:  # fmt: skip
+    most: _Limit, fewer: _Limit, policies: Sequence[str], may_recompute: bool
+) -> list[tuple[_Limit, Sequence[str]]]:  # fmt: skip
     """Up to which size, and under which policies of layers, graphs are of use, the fastest first.
 
     fewer: where all recompute. may_recompute: whether they may where layers do not.
     """
     found = [(most, policies)]
-    if may_recompute and set(policies) - {"recompute", "offload"}:
+    if may_recompute and not set(KEEPING).isdisjoint(policies):
         found.append((fewer, ["recompute"] * len(policies)))
     return found
 
