@@ -155,6 +155,7 @@ class Graph:
         rooms = [room for room, used in zip(self._buffers.gradients, self._used, strict=True) if used]
         torch._foreach_copy_(rooms, [gradient for gradient in gradients if gradient is not None])
 
+    @torch.no_grad()
     def forward(self, embedded: Tensor, boundaries: SequenceBoundaries) -> Tensor:
         tokens, entries = embedded.shape[1], boundaries.sample_count + 1
         self._hidden[:, :tokens].copy_(embedded)

@@ -39,14 +39,17 @@ def choose(layers: Sequence[nn.Module], offload: Offload) -> None:
     """Make the patched layers among these recompute by our function, where transformers' were to do it."""
     devices = []
     for layer in layers:
-        restore(layer)  # patched again since, or copied: offload may be another
         current: Any = layer.__dict__.get("_gradient_checkpointing_func")
-        func = getattr(current, "func", None)
+        stock = current.args[0] if getattr(current, "func", None) is recompute else current
+        func = getattr(stock, "func", None)
         theirs = func is checkpoint or _offloads(func)
-        if theirs and current.keywords.keys() <= {"use_reentrant"} and "_fastlm" in layer.__dict__:
-            layer._gradient_checkpointing_func = functools.partial(recompute, current, offload)  # type: ignore[assignment]
-            if layer.gradient_checkpointing and (offload.on or func is not checkpoint):
-                devices.append(next(layer.parameters()).device)
+        if not (theirs and stock.keywords.keys() <= {"use_reentrant"} and "_fastlm" in layer.__dict__):
+            restore(layer)
+            continue
+        if current is stock or current.args[1] is not offload:  # that of a copy, or of an earlier patch, is another
+            layer._gradient_checkpointing_func = functools.partial(recompute, stock, offload)  # type: ignore[assignment]
+        if layer.gradient_checkpointing and (offload.on or func is not checkpoint):
+            devices.append(next(layer.parameters()).device)
     offload.expect(devices)
 
 

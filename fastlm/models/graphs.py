@@ -8,9 +8,11 @@ that are not used repeat its end. Boundaries are data on the device, so one grap
 Products of other shapes round otherwise: losses are those without graphs to a tolerance, and to the bit where neither
 tokens nor entries are added.
 
-What is captured holds for the addresses, adapters, hooks and modes of that moment. They are compared before every
-call, and a call that differs in anything runs as it would without graphs. All graphs share one pool of memory: one
-pass of one graph, forward and backward, is in flight at a time, and a second one runs without.
+What is captured holds for the addresses, adapters, hooks and modes of that moment. They are compared at every call,
+and a call that differs in anything runs as it would without graphs. Looking at an 8B model takes the host 2 ms, so the
+GPU is sent ahead: what a graph reads is held, what it writes is its own, and an output that should not be is thrown
+away. All graphs share one pool of memory: one pass of one graph, forward and backward, is in flight at a time, and a
+second one runs without.
 """
 
 from __future__ import annotations
@@ -77,6 +79,8 @@ class LayerGraphs:
         self.replays = 0
         self._watched = _Watched(backbone)
         self._facts: Any = None
+        self._held: list[Any] = []  # memory that captured graphs read: nobody else gets it while they might
+        self._ahead = False  # whether the last call was like those that are captured
         self._changes = 0
         self._graphs: dict[Any, Graph] = {}
         self._seen: Counter[Any] = Counter()
@@ -120,7 +124,7 @@ class LayerGraphs:
         held = self.holds
         self._graphs.clear()
         self._seen.clear()
-        self._planned, self._buffers, self._pass = [], None, _nothing
+        self._planned, self._buffers, self._pass, self._held = [], None, _nothing, []
         if held:
             torch.cuda.empty_cache()
         return held
@@ -133,42 +137,58 @@ class LayerGraphs:
     def run(self, backbone: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """Last hidden states [1, T, hidden] of a call that prepare_backbone made; None where no graph serves it."""
         boundaries: SequenceBoundaries = kwargs["boundaries"]
-        if boundaries.token_count > self.limit or self._pass() is not None:
-            return None
-        trained = self._watched.trained()
-        if not self._watched.usual(backbone, trained):
+        if boundaries.token_count > self.limit or self._pass() is not None or not _usual(backbone):
             return None
         size = size_of(boundaries.token_count, boundaries.sample_count, boundaries.max_length)
         if size is None:
             return None
-        facts = self._watched.facts()
-        if facts != self._facts:  # other adapters, other addresses: what was captured is of no use
-            planned, self._changes = self._planned, self._changes + 1
-            self.release()
-            self._facts, self._planned = facts, planned
-            if self._changes > _CHANGES:
-                self.stop()
-                self.say("steps run without CUDA graphs: adapters, addresses or policies change all the time")
-                return None
         embedded = backbone.get_input_embeddings()(kwargs["input_ids"])
         kind = embedded.device.type
         mode = (
             embedded.dtype, embedded.requires_grad, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind),
             torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
+        ahead = self._graphs.get((self._serving(size, mode, embedded.shape[1]), mode)) if self._ahead else None
+        out = None if ahead is None else ahead.forward(embedded, boundaries)
+        trained = self._watched.trained()
+        self._ahead = self._watched.unchanged(trained) and self._same(out)
+        graph = self._captured(backbone, size, mode, embedded, trained) if self._ahead else None
+        if graph is None:
+            return run_stock(backbone, embedded, kwargs)
+        if out is None or graph is not ahead:
+            out = graph.forward(embedded, boundaries)
+        current = _Pass(out)
+        self._pass = weakref.ref(current)
+        self.replays += 1
+        found: Tensor = _Replay.apply(self, graph, current, embedded, *trained)
+        return found
+
+    def _same(self, coming: Tensor | None) -> bool:
+        """Whether graphs may serve; those of other adapters or addresses are freed. coming: of one that may yet run."""
+        facts = self._watched.facts()
+        if facts == self._facts:
+            return True
+        if coming is not None and coming.is_cuda:
+            torch.cuda.synchronize(coming.device)
+        planned, self._changes = self._planned, self._changes + 1
+        self.release()
+        self._facts, self._planned = facts, planned
+        if self._changes <= _CHANGES:
+            return True
+        self.stop()
+        self.say("steps run without CUDA graphs: adapters, addresses or policies change all the time")
+        return False
+
+    def _captured(
+        self, backbone: Any, size: Size, mode: tuple[Any, ...], embedded: Tensor, trained: list[Tensor]
+    ) -> Graph | None:
+        """``_graph``; None, and no graphs from then on, where capturing fails."""
         try:
-            graph = self._graph(backbone, size, mode, embedded, trained)
+            return self._graph(backbone, size, mode, embedded, trained)
         except (RuntimeError, ValueError) as error:  # what CUDA and torch refuse to capture; memory, too
             self.stop()
             self.say(f"steps run without CUDA graphs, since capturing failed: {type(error).__name__}: {error}")
-            graph = None
-        if graph is None:
-            return run_stock(backbone, embedded, kwargs)
-        current = _Pass()
-        self._pass = weakref.ref(current)
-        self.replays += 1
-        out: Tensor = _Replay.apply(self, graph, current, boundaries, embedded, *trained)
-        return out
+            return None
 
     def backward(self, graph: Graph, current: _Pass, dout: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
         if self._pass() is not current:
@@ -193,6 +213,7 @@ class LayerGraphs:
         for one in planned or ([size] if again else []):
             if self._buffers is None:
                 self._buffers = Buffers(embedded, max(self.limit, one.tokens), trained)
+                self._held = self._watched.storages()
             if (one, mode) not in self._graphs and one.tokens <= self._buffers.hidden.shape[1]:
                 self._graphs[one, mode] = Graph(
                     backbone, one, self._buffers, embedded.requires_grad, trained, self.recomputed
@@ -217,8 +238,24 @@ def _reserved(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
+def _usual(backbone: Any) -> bool:
+    """Whether what is quickly told of a call here and now is as it was captured."""
+    config = backbone.config
+    return (
+        backbone.training
+        and torch.is_grad_enabled()
+        and not global_hooks()
+        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        and not torch.compiler.is_compiling()
+        and not (getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False))
+    )
+
+
 class _Pass:
-    """A forward whose backward is to come; the graph of autograd holds it."""
+    """A forward whose backward is to come; the graph of autograd holds it. out: until autograd has it."""
+
+    def __init__(self, out: Tensor) -> None:
+        self.out: Tensor | None = out
 
 
 def _nothing() -> None:
@@ -234,7 +271,7 @@ class _Watched:
         self._layers = list(backbone.layers)
         # those that do something when they are called: containers have no forward
         self._modules = [module for module in modules if type(module).forward is not nn.Module.forward]
-        self._tree = [module._modules for module in backbone.modules() if module._modules]
+        self._tree = [module._modules.values() for module in backbone.modules() if module._modules]
         self._children, self._forwards = self._now()
         self._tables = [t for module in modules for t in (module._parameters, module._buffers) if t]
         self._hooks = [
@@ -265,28 +302,29 @@ class _Watched:
         return [tensor for table in self._tables for tensor in table.values() if tensor is not None]
 
     def _now(self) -> tuple[list[Any], list[Any]]:
-        children = [child for table in self._tree for child in table.values()]
+        children = [child for view in self._tree for child in view]
         return children, [module.__dict__.get("forward") for module in self._modules]
 
     def trained(self) -> list[Tensor]:
         """Each once, however many modules share it."""
         return list({id(tensor): tensor for tensor in self._tensors() if tensor.requires_grad}.values())
 
-    def usual(self, backbone: Any, trained: list[Tensor]) -> bool:
-        """Whether a call here and now is like one that is captured; trained: what ``trained`` says of now."""
-        config = backbone.config
+    def unchanged(self, trained: list[Tensor]) -> bool:
+        """Whether modules and hooks are what they were; trained: what ``trained`` says of now."""
         return (
-            backbone.training
-            and torch.is_grad_enabled()
-            and not any(self._hooks)
-            and not global_hooks()
+            not any(self._hooks)
             and self._now() == (self._children, self._forwards)
-            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
             and bool(trained)
             and not any(tensor._backward_hooks for tensor in trained)
-            and not torch.compiler.is_compiling()
-            and not (getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False))
         )
+
+    def storages(self) -> list[Any]:
+        """The memory of all that is read."""
+        tensors = self._tensors()
+        states = [state for tensor in tensors if (state := getattr(tensor, "quant_state", None)) is not None]
+        for part in [*states, *filter(None, (getattr(state, "state2", None) for state in states))]:
+            tensors += [value for value in vars(part).values() if isinstance(value, Tensor)]
+        return [tensor.untyped_storage() for tensor in tensors]
 
     def offloads(self, backbone: Any) -> bool:
         """Whether layer inputs are in host memory where steps run without graphs."""
@@ -315,19 +353,20 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, graphs: LayerGraphs, graph: Graph, current: _Pass, boundaries: SequenceBoundaries,
-        embedded: Tensor, *trained: Tensor,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, graphs: LayerGraphs, graph: Graph, current: _Pass, embedded: Tensor, *trained: Tensor
+    ) -> Tensor:
         ctx.graphs, ctx.graph, ctx.current = graphs, graph, current
         ctx.save_for_backward(embedded.new_empty(0))
-        return graph.forward(embedded, boundaries)
+        out, current.out = current.out, None
+        assert out is not None
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         ctx.saved_tensors  # noqa: B018  # a second time this is torch's own error
         dembedded, gradients = ctx.graphs.backward(ctx.graph, ctx.current, dout)
-        return None, None, None, None, dembedded, *gradients
+        return None, None, None, dembedded, *gradients
 
 
 @functools.cache

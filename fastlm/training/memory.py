@@ -62,6 +62,7 @@ class Activations:
     before: int = 0
     peak: int = 0
     trained: list[Tensor] = field(default_factory=list, repr=False)  # walking the modules takes 3 ms
+    placed: list[Tensor] = field(default_factory=list, repr=False)  # one of them for each device
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,7 @@ def _begin_to_count(trainer: Any, layers: list[Any], activations: Activations, i
         return
     activations.tokens = tokens_of(inputs)
     activations.trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    activations.placed = list({parameter.device: parameter for parameter in activations.trained}.values())
     if (gauge := _gauge(trainer, begin=True)) is not None:  # loading or an earlier run may have taken more
         activations.before = gauge.allocated
     for patch in filter(None, map(_patch, layers)):
@@ -328,8 +330,7 @@ def _again_if_too_large(
     model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """The micro-step; if the GPU's memory does not do, again with layers recomputed, then with inputs offloaded."""
-    one_per_device = {parameter.device: parameter for parameter in activations.trained}.values()
-    random, (devices, states) = torch.get_rng_state(), get_device_states(*one_per_device)
+    random, (devices, states) = torch.get_rng_state(), get_device_states(*activations.placed)
     pending = {mode: list(rows) for mode, rows in state.pending.items()}
     metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}  # of a loss not ours
     seen = trainer._total_train_tokens
@@ -370,7 +371,7 @@ def _again_if_too_large(
 def _earlier_gradients(trained: list[Tensor]) -> Iterator[None]:
     """Sets earlier micro-batches' gradients aside; then adds the new ones, or drops those of a backward that failed."""
     earlier = [(parameter, parameter.grad) for parameter in trained if parameter.grad is not None]
-    _clear(trained)
+    _clear([parameter for parameter, _ in earlier])
     done = False
     try:
         yield

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import BitsAndBytesConfig
 
 import fastlm
 from fastlm.kernels import lora
@@ -355,6 +356,59 @@ def test_what_changed_runs_as_it_is_now(change: str) -> None:
     assert_close(loss_and_gradients(fast, flattened(ROWS), COUNT), before, 1e-5)
 
 
+def test_the_gpu_begins_before_the_host_looks_at_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not again until a call is as those that were captured; what came of one that is not is thrown away."""
+    stock, fast, made = pair()
+    made.plan([size_of(31, 5, 14)])
+    events: list[str] = []
+    look, forward = made._watched.trained, capture.Graph.forward
+    monkeypatch.setattr(made._watched, "trained", lambda: events.append("look") or look())
+    monkeypatch.setattr(capture.Graph, "forward", lambda *a: events.append("begin") or forward(*a))
+
+    def happened() -> list[str]:
+        events.clear()
+        truth = loss_and_gradients(stock, alone(ROWS), COUNT)
+        assert_close(loss_and_gradients(fast, flattened(ROWS), COUNT), truth, 1e-5)
+        return list(events)
+
+    assert happened() == ["look", "begin"], "captured here"
+    assert happened() == ["begin", "look"]
+    with hooked(fast):
+        assert happened() == ["begin", "look"]
+        assert happened() == ["look"]
+    assert happened() == ["look", "begin"]
+    assert happened() == ["begin", "look"] and made.replays == 4
+    with moved(fast), moved(stock):
+        assert happened() == ["begin", "look"] and made.replays == 4
+        assert happened() == ["look", "begin"] and made.replays == 5, "captured again, where the weights are now"
+
+
+@pytest.mark.parametrize("quantised", [False, True], ids=["fp32", "nf4"])
+def test_what_a_graph_reads_is_held_while_there_is_one(quantised: bool, tmp_path: Any) -> None:
+    """The GPU may read it before the host sees that it was replaced."""
+    model = tiny_model(hidden_size=64)
+    if quantised:
+        model.save_pretrained(tmp_path)
+        nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+        model = type(model).from_pretrained(tmp_path, quantization_config=nf4)
+    fast = add_lora(model)
+    fastlm.patch(fast)
+    made = bound(fast)
+    made.plan([size_of(31, 5, 14)])
+    loss_and_gradients(fast, flattened(ROWS), COUNT)
+    held = {storage.data_ptr() for storage in made._held}
+    layers = core_of(fast).base_model.layers
+    read = [*layers.parameters(), *core_of(fast).base_model.rotary_emb.buffers(), core_of(fast).base_model.norm.weight]
+    assert len(read) > 30
+    if quantised:
+        state = layers[0].mlp.up_proj.base_layer.weight.quant_state
+        read += [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+    assert {tensor.untyped_storage().data_ptr() for tensor in read} <= held
+    assert core_of(fast).base_model.embed_tokens.weight.untyped_storage().data_ptr() not in held
+    made.release()
+    assert not made._held
+
+
 def test_evaluation_generation_and_long_rows_run_without() -> None:
     stock, fast, _ = pair()
     made = bound(fast, limit=64)
@@ -590,6 +644,26 @@ def test_gpu_batches_of_all_sizes_in_turn(family: str) -> None:
         for name, gradient in expected.items():
             assert relative_error(gradients[name], gradient) <= 3e-2, (lengths, name)
     assert made.replays >= 6 and without.replays == 0
+
+
+@pytest.mark.gpu
+def test_gpu_weights_replaced_while_a_graph_may_read_them() -> None:
+    facts = dict(hidden_size=512, intermediate_size=4096)
+    (model, made), (plain, without) = on_gpu(**facts), on_gpu(**facts)
+    without.limit = 0
+    rows = samples((60, 64))
+    for turn in range(4):
+        for _ in range(2):
+            (loss, gradients), (truth, expected) = step_of(model, rows), step_of(plain, rows)
+            assert abs(loss - truth) <= 2e-3 * abs(truth)
+            for name, gradient in expected.items():
+                assert relative_error(gradients[name], gradient) <= 3e-2, (turn, name)
+        for one in (model, plain):
+            for parameter in core_of(one).base_model.layers.parameters():
+                parameter.data = parameter.data.clone() * 1.1
+        gc.collect()
+        torch.cuda.empty_cache()
+    assert made.replays == 4, "the second of each two"
 
 
 @pytest.mark.gpu
