@@ -382,8 +382,7 @@ def _seconds(
         computing += 2 * (9 if twice else 7) * one.width * pairs / (share * gpu.products * 1e12) + _FIRST
         again = {"keep": 1.0, "light": 1.02, "lean": 1.12}.get(own, 1.3)
         moved += tokens * layer.kept * (_TRAFFIC_FULL if full else _TRAFFIC) * again
-        # dequantised: 2.5 bytes a weight at 64% of a copy's bandwidth, twice
-        moved += (2 + twice) * 8 * one.forward * in_4bit
+        moved += (2 + twice) * 3 * one.forward * in_4bit  # dequantised: 2.5 bytes a weight at 83% of a copy's bandwidth
         host += (_HOST_TWICE if twice else _HOST) * (not graphed)
     sent = 2 * tokens * sum(layer.entering for layer in costs.layers) if policies[0] == "offload" and not graphed else 0
     computing += moved / (gpu.copy * 1e12)  # copies to host memory and back, and launches, run beside all this

@@ -64,6 +64,7 @@ def test_the_measured_step():
 
 MIXED: dict[str | None, tuple[str, ...]] = {
     "7 of 36 layers keep all, 29 all but norms": ("light",) * 29 + ("keep",) * 7,
+    "6 of 36 layers keep all, 30 all but norms": ("light",) * 30 + ("keep",) * 6,
     "26 of 36 layers keep all, 10 all but gate and up products": ("lean",) * 10 + ("keep",) * 26,
     "5 of 28 layers recomputed, 23 keep all but norms, gate and up products": ("recompute",) * 5 + ("lean",) * 23,
 }
@@ -117,6 +118,8 @@ def test_the_measured_time(record, notes, flash4):
     policy, samples = policy_of(record), tokens // length + 1
     graphed = tokens < 5000 and "no graphs" not in case and "'fastlm'" not in case  # which had none yet
     measured = tokens / record["tokens_per_second"]
+    if "CUDA graphs, recomputed" in case:  # the mean has steps in it that are past the graphs' limit
+        measured = record["s_per_step"]
     setting: Any = (policy, tokens, length, 1, record["kind"] == "nf4", record["kind"] == "full", graphed)
     if graphed:
         size = size_of(tokens, samples, length)

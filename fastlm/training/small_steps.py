@@ -2,7 +2,7 @@
 
 Where a layer's products take less time than the host needs to launch it, the GPU waits. Sizes that the run will meet,
 by the lengths in its data set, are captured together once policies are chosen, the largest first. Where there is too
-little memory for what these keep, they recompute, or are those of nine steps of ten.
+little memory for what these keep, they recompute, or are those of 99 steps of 100, or of nine of ten.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _bound(trainer: Any, state: State, prospect: Prospect) -> LayerGraphs | None
     policies = [policy_of(layer, core._fastlm_model.offload.on) for layer in layers]
     may_recompute = state.activations is not None and costs is not None
     for most, inside in ways(graphs.limit, prospect.fewer, policies, may_recompute):
-        for limit in dict.fromkeys((most, most if met is None else _usual(met, most))):
+        for limit in dict.fromkeys((most, *(() if met is None else (_usual(met, most, 0.99), _usual(met, most))))):
             sizes = None if met is None else _expected(trainer, met, limit)
             if sizes == []:
                 continue
@@ -190,9 +190,9 @@ def _met(trainer: Any) -> Counter[Size | None] | None:
     return Counter(size_of(int(row.sum()), samples, int(row.max())) for row in drawn)
 
 
-def _usual(met: Counter[Size | None], limit: int) -> int:
-    """Tokens that nine steps of ten do not exceed, and no more than the limit."""
-    return min(limit, int(np.quantile([size.tokens if size else limit for size in met.elements()], 0.9)))
+def _usual(met: Counter[Size | None], limit: int, share: float = 0.9) -> int:
+    """Tokens that this share of the steps does not exceed, and no more than the limit."""
+    return min(limit, int(np.quantile([size.tokens if size else limit for size in met.elements()], share)))
 
 
 def _expected(trainer: Any, met: Counter[Size | None], limit: int) -> list[Size]:

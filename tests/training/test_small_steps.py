@@ -121,7 +121,7 @@ def test_a_run_that_goes_on_captures_after_its_own_first_step(tmp_path: Any, mon
 
 @pytest.mark.parametrize("short", ["kept", "tokens", "both"])
 def test_graphs_take_less_where_memory_is_short(short: str, tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
-    """They recompute, or are for nine steps of ten; what steps without graphs keep stays as it was chosen."""
+    """They recompute, or are for most steps; what steps without graphs keep stays as it was chosen."""
     truth, _ = run(tmp_path, runs.model(), max_steps=12)
     asked: list[tuple[int, str]] = []
 
@@ -144,6 +144,20 @@ def test_graphs_take_less_where_memory_is_short(short: str, tmp_path: Any, capsy
     assert noted.replays >= 6 and "activations: keep x 2" in out
     for name in ("loss", "grad_norm", "entropy"):
         np.testing.assert_allclose(runs.logged(made, name), runs.logged(truth, name), rtol=1e-5, err_msg=name)
+
+
+def test_sizes_of_99_steps_of_100_are_tried_before_those_of_nine_of_ten(tmp_path: Any, monkeypatch: Any) -> None:
+    asked: list[tuple[int, str]] = []
+
+    def too_large(*args: Any) -> str:
+        asked.append((args[4], args[5][0]))
+        return "too little"
+
+    monkeypatch.setattr(small_steps, "_too_large", too_large)
+    rows = runs.rows((60,) * 400 + (150,) * 12 + (300,))  # of pairs 94% have 120 tokens, 5.5% 210, 0.5% 360
+    runs.trainer(runs.model(), rows, runs.config(tmp_path, max_steps=3, per_device_train_batch_size=2)).train()
+    assert asked[:3] == [(512, "keep"), (256, "keep"), (128, "keep")]
+    assert {inside for _, inside in asked[3:]} == {"recompute"}
 
 
 def test_graphs_recompute_where_only_some_layers_do(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
@@ -308,6 +322,7 @@ def test_sizes_that_the_run_will_meet(tmp_path: Any) -> None:
     assert met is not None
     assert small_steps._expected(trainer, met, 512) == [Size(320, 4, 1024), Size(128, 4, 1024)]
     assert small_steps._usual(met, 512) == 128 and small_steps._usual(met, 64) == 64
+    assert small_steps._usual(met, 512, 0.99) == 320, "one pair in 25"
     trainer.state.max_steps = 10  # one pair in 25 has the long one: 0.4 steps of these
     assert small_steps._expected(trainer, met, 512) == [Size(128, 4, 1024)]
     assert small_steps._expected(trainer, met, 64) == []
