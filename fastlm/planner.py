@@ -24,7 +24,7 @@ from . import keywords as kw
 from .console import table
 from .gguf_weights import GGUFCheckpoint, find_gguf
 from .loader import base_of_adapter, existing, load_config
-from .models import graphs
+from .models import graphs, watched
 from .models.adapters import adapter_ranks
 from .models.patch import unwrap_peft
 from .models.twin import twin_of
@@ -360,7 +360,7 @@ def _graph_size(
 ) -> int:
     """Tokens of the CUDA graph that serves so many samples of this length; 0 where the GPU would not wait without."""
     size = graphs.size_of(samples * length, samples, length)
-    if size is None or size.tokens > share * worthwhile(operations, name) or costs.gradients > graphs.MOST_TRAINED:
+    if size is None or size.tokens > share * worthwhile(operations, name) or costs.gradients > watched.MOST_TRAINED:
         return 0
     return size.tokens
 

@@ -10,9 +10,9 @@ tokens nor entries are added.
 
 What is captured holds for the addresses, adapters, hooks and modes of that moment. They are compared at every call,
 and a call that differs in anything runs as it would without graphs. Looking at an 8B model takes the host 2 ms, so the
-GPU is sent ahead: what a graph reads is held, what it writes is its own, and an output that should not be is thrown
-away. All graphs share one pool of memory: one pass of one graph, forward and backward, is in flight at a time, and a
-second one runs without.
+GPU is sent ahead where nothing that a graph reads has been freed: what it writes is its own, and an output that should
+not be is thrown away. All graphs share one pool of memory: one pass of one graph, forward and backward, is in flight
+at a time, and a second one runs without.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..packing.boundaries import SequenceBoundaries
-from .adapters import global_hooks, has_hooks
 from .capture import Buffers, Graph, Size, run_stock
-from .checkpointing import policy_of
+from .watched import Watched, usual
 
-__all__ = ["MOST_TRAINED", "LayerGraphs", "Size", "largest_size", "size_of"]
+__all__ = ["LayerGraphs", "Size", "largest_size", "size_of"]
 
 _STEP = 64  # tokens: sizes are multiples of it, or of an eighth of the power of two below
 _LONGEST = (1024, 2047, 8192, 2**15, 2**17)  # bounds of the longest sample; at 2,048 other attention kernels begin
-MOST_TRAINED = 2**30  # bytes of parameters, whose gradients a graph holds twice
 _NEAR = 1.25  # a graph of at most so many times the tokens serves a size as well as one of its own
 _ENOUGH = 10  # times that another serves, before capturing takes less than its tail does
 _CHANGES = 4  # of what a graph depends on, the first capture among them: from then on it runs without
@@ -77,9 +76,9 @@ class LayerGraphs:
     def __init__(self, backbone: Any, limit: int, say: Callable[[str], None]) -> None:
         self.limit, self.say, self.recomputed = limit, say, False
         self.replays = 0
-        self._watched = _Watched(backbone)
+        self._watched = Watched(backbone)
         self._facts: Any = None
-        self._held: list[Any] = []  # memory that captured graphs read: nobody else gets it while they might
+        self._read: dict[int, StorageWeakRef] = {}  # memory that captured graphs read, by its handle
         self._ahead = False  # whether the last call was like those that are captured
         self._changes = 0
         self._graphs: dict[Any, Graph] = {}
@@ -124,7 +123,7 @@ class LayerGraphs:
         held = self.holds
         self._graphs.clear()
         self._seen.clear()
-        self._planned, self._buffers, self._pass, self._held = [], None, _nothing, []
+        self._planned, self._buffers, self._pass, self._read = [], None, _nothing, {}
         if held:
             torch.cuda.empty_cache()
         return held
@@ -137,7 +136,7 @@ class LayerGraphs:
     def run(self, backbone: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """Last hidden states [1, T, hidden] of a call that prepare_backbone made; None where no graph serves it."""
         boundaries: SequenceBoundaries = kwargs["boundaries"]
-        if boundaries.token_count > self.limit or self._pass() is not None or not _usual(backbone):
+        if boundaries.token_count > self.limit or self._pass() is not None or not usual(backbone):
             return None
         size = size_of(boundaries.token_count, boundaries.sample_count, boundaries.max_length)
         if size is None:
@@ -148,20 +147,31 @@ class LayerGraphs:
             embedded.dtype, embedded.requires_grad, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind),
             torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
-        ahead = self._graphs.get((self._serving(size, mode, embedded.shape[1]), mode)) if self._ahead else None
-        out = None if ahead is None else ahead.forward(embedded, boundaries)
+        out, begun = self._begin(size, mode, embedded, boundaries)
         trained = self._watched.trained()
         self._ahead = self._watched.unchanged(trained) and self._same(out)
         graph = self._captured(backbone, size, mode, embedded, trained) if self._ahead else None
         if graph is None:
             return run_stock(backbone, embedded, kwargs)
-        if out is None or graph is not ahead:
+        if out is None or graph is not begun():
             out = graph.forward(embedded, boundaries)
         current = _Pass(out)
         self._pass = weakref.ref(current)
         self.replays += 1
         found: Tensor = _Replay.apply(self, graph, current, embedded, *trained)
         return found
+
+    def _begin(
+        self, size: Size, mode: tuple[Any, ...], embedded: Tensor, boundaries: SequenceBoundaries
+    ) -> tuple[Tensor | None, Callable[[], Graph | None]]:
+        """What comes out of the graph that serves such a call if nothing has changed, and a weak reference to it, which
+        may be released yet; None where there is none, or where memory that it reads was freed.
+        """
+        graph = self._graphs.get((self._serving(size, mode, embedded.shape[1]), mode)) if self._ahead else None
+        # StorageWeakRef.expired of all, in a seventh of the time
+        if graph is None or any(map(torch.UntypedStorage._expired, self._read)):
+            return None, _nothing
+        return graph.forward(embedded, boundaries), weakref.ref(graph)
 
     def _same(self, coming: Tensor | None) -> bool:
         """Whether graphs may serve; those of other adapters or addresses are freed. coming: of one that may yet run."""
@@ -213,7 +223,7 @@ class LayerGraphs:
         for one in planned or ([size] if again else []):
             if self._buffers is None:
                 self._buffers = Buffers(embedded, max(self.limit, one.tokens), trained)
-                self._held = self._watched.storages()
+                self._read = self._watched.storages()
             if (one, mode) not in self._graphs and one.tokens <= self._buffers.hidden.shape[1]:
                 self._graphs[one, mode] = Graph(
                     backbone, one, self._buffers, embedded.requires_grad, trained, self.recomputed
@@ -238,19 +248,6 @@ def _reserved(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
 
 
-def _usual(backbone: Any) -> bool:
-    """Whether what is quickly told of a call here and now is as it was captured."""
-    config = backbone.config
-    return (
-        backbone.training
-        and torch.is_grad_enabled()
-        and not global_hooks()
-        and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        and not torch.compiler.is_compiling()
-        and not (getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False))
-    )
-
-
 class _Pass:
     """A forward whose backward is to come; the graph of autograd holds it. out: until autograd has it."""
 
@@ -260,92 +257,6 @@ class _Pass:
 
 def _nothing() -> None:
     return None
-
-
-class _Watched:
-    """What a captured backbone depends on and a user may change, in lists that are read at every call."""
-
-    def __init__(self, backbone: Any) -> None:
-        outside = {id(module) for module in backbone.get_input_embeddings().modules()} | {id(backbone)}
-        modules = [module for module in backbone.modules() if id(module) not in outside]
-        self._layers = list(backbone.layers)
-        # those that do something when they are called: containers have no forward
-        self._modules = [module for module in modules if type(module).forward is not nn.Module.forward]
-        self._tree = [module._modules.values() for module in backbone.modules() if module._modules]
-        self._children, self._forwards = self._now()
-        self._tables = [t for module in modules for t in (module._parameters, module._buffers) if t]
-        self._hooks = [
-            table for module in self._modules
-            for table in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
-                          module._backward_pre_hooks)
-        ]  # fmt: skip
-        self._adapted: list[Any] = [module for module in modules if hasattr(module, "_disable_adapters")]
-        self.obstacle = self._why_not(backbone, modules)
-
-    def _why_not(self, backbone: Any, modules: Sequence[nn.Module]) -> str | None:
-        trained = self.trained()
-        if "forward" in backbone.__dict__ and "_fastlm_graphs" not in backbone.__dict__:
-            return "the backbone's forward was replaced by something else"
-        if any(has_hooks(module) for module in modules):
-            return "there are hooks inside its layers"
-        if any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules):
-            return "there is dropout inside its layers"
-        if len({tensor.device for tensor in self._tensors()}) != 1:
-            return "it is on several devices"
-        if not trained:
-            return "none of its layers is trained"
-        if sum(tensor.nbytes for tensor in trained) > MOST_TRAINED:
-            return "its layers train more than 1 GiB of parameters, whose gradients a graph would hold twice"
-        return None
-
-    def _tensors(self) -> list[Tensor]:
-        return [tensor for table in self._tables for tensor in table.values() if tensor is not None]
-
-    def _now(self) -> tuple[list[Any], list[Any]]:
-        children = [child for view in self._tree for child in view]
-        return children, [module.__dict__.get("forward") for module in self._modules]
-
-    def trained(self) -> list[Tensor]:
-        """Each once, however many modules share it."""
-        return list({id(tensor): tensor for tensor in self._tensors() if tensor.requires_grad}.values())
-
-    def unchanged(self, trained: list[Tensor]) -> bool:
-        """Whether modules and hooks are what they were; trained: what ``trained`` says of now."""
-        return (
-            not any(self._hooks)
-            and self._now() == (self._children, self._forwards)
-            and bool(trained)
-            and not any(tensor._backward_hooks for tensor in trained)
-        )
-
-    def storages(self) -> list[Any]:
-        """The memory of all that is read."""
-        tensors = self._tensors()
-        states = [state for tensor in tensors if (state := getattr(tensor, "quant_state", None)) is not None]
-        for part in [*states, *filter(None, (getattr(state, "state2", None) for state in states))]:
-            tensors += [value for value in vars(part).values() if isinstance(value, Tensor)]
-        return [tensor.untyped_storage() for tensor in tensors]
-
-    def offloads(self, backbone: Any) -> bool:
-        """Whether layer inputs are in host memory where steps run without graphs."""
-        return any(policy_of(layer, backbone._fastlm_backbone.offload.on) == "offload" for layer in self._layers)
-
-    def facts(self) -> tuple[Any, ...]:
-        tensors = self._tensors()
-        return (
-            [(tensor.data_ptr(), tensor.requires_grad) for tensor in tensors],
-            [policy_of(layer, False) for layer in self._layers],
-            [(id(state), state.absmax.data_ptr()) for t in tensors if (state := getattr(t, "quant_state", None))],
-            [
-                (
-                    m._disable_adapters,
-                    list(getattr(m, "merged_adapters", ())),
-                    m.active_adapter,
-                    list(getattr(m, "scaling", {}).values()),
-                )
-                for m in self._adapted
-            ],
-        )
 
 
 class _Replay(torch.autograd.Function):

@@ -285,7 +285,7 @@ def test_a_run_that_asks_for_none_says_nothing(tmp_path: Any, capsys: Any) -> No
 def test_what_stands_in_the_way_is_said(reason: str, tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
     if reason == "full":
         model = runs.model(lora=False)
-        monkeypatch.setattr("fastlm.models.graphs.MOST_TRAINED", 1000)
+        monkeypatch.setattr("fastlm.models.watched.MOST_TRAINED", 1000)
     elif reason == "dropout":
         from tests.tiny import add_lora, tiny_model
 
