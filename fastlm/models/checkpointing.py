@@ -40,7 +40,7 @@ def choose(layers: Sequence[nn.Module], offload: Offload) -> None:
     devices = []
     for layer in layers:
         current: Any = layer.__dict__.get("_gradient_checkpointing_func")
-        stock = current.args[0] if getattr(current, "func", None) is recompute else current
+        stock = _stock(current)
         func = getattr(stock, "func", None)
         theirs = func is checkpoint or _offloads(func)
         if not (theirs and stock.keywords.keys() <= {"use_reentrant"} and "_fastlm" in layer.__dict__):
@@ -56,8 +56,13 @@ def choose(layers: Sequence[nn.Module], offload: Offload) -> None:
 def restore(layer: nn.Module) -> None:
     """Undo ``choose``; what inputs had of host memory is freed with the last layer's function."""
     current: Any = layer.__dict__.get("_gradient_checkpointing_func")
-    if getattr(current, "func", None) is recompute:
-        layer._gradient_checkpointing_func = current.args[0]
+    if (stock := _stock(current)) is not current:
+        layer._gradient_checkpointing_func = stock
+
+
+def _stock(current: Any) -> Any:
+    """What transformers put on the layer, which ours is around; None where nothing is there."""
+    return current.args[0] if getattr(current, "func", None) is recompute else current
 
 
 def _offloads(func: Any) -> bool:
@@ -73,10 +78,8 @@ def policy_of(layer: Any, offloads: bool) -> str:
         if mlp is not None and not mlp.products_kept:
             return "lean"
         return "keep" if own is None or own.norms_kept else "light"
-    current: Any = getattr(layer, "_gradient_checkpointing_func", None)
-    if getattr(current, "func", None) is recompute:
-        current = current.args[0]  # what transformers put there
-    return "offload" if offloads or _offloads(getattr(current, "func", None)) else "recompute"
+    stock = _stock(getattr(layer, "_gradient_checkpointing_func", None))
+    return "offload" if offloads or _offloads(getattr(stock, "func", None)) else "recompute"
 
 
 def set_policies(layers: Sequence[Any], policies: Sequence[str]) -> None:

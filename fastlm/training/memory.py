@@ -62,7 +62,6 @@ class Activations:
     before: int = 0
     peak: int = 0
     trained: list[Tensor] = field(default_factory=list, repr=False)  # walking the modules takes 3 ms
-    placed: list[Tensor] = field(default_factory=list, repr=False)  # one of them for each device, in this run
 
 
 @dataclass(frozen=True)
@@ -169,8 +168,6 @@ def begin(trainer: Any) -> None:
     """Before Trainer.train: what an earlier trainer chose for the model is not the setting of this one."""
     if not (layers := _layers(trainer)):
         return
-    if (state := state_of(trainer)) is not None and state.activations is not None:
-        state.activations.placed = []
     core: Any = patched_core(trainer.model)
     _offload(trainer).on = offloads(core)
     for layer in layers:
@@ -331,9 +328,8 @@ def _again_if_too_large(
     model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """The micro-step; if the GPU's memory does not do, again with layers recomputed, then with inputs offloaded."""
-    if not activations.placed:
-        activations.placed = list({parameter.device: parameter for parameter in activations.trained}.values())
-    random, (devices, states) = torch.get_rng_state(), get_device_states(*activations.placed)
+    one_per_device = {parameter.device: parameter for parameter in activations.trained}.values()
+    random, (devices, states) = torch.get_rng_state(), get_device_states(*one_per_device)
     pending = {mode: list(rows) for mode, rows in state.pending.items()}
     metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}  # of a loss not ours
     seen = trainer._total_train_tokens
