@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from operator import attrgetter, is_
+from itertools import accumulate, chain
+from operator import attrgetter, is_, methodcaller
 from traceback import walk_tb
 from types import MethodType
 from typing import Any
@@ -121,35 +122,67 @@ class _Bucket:
     """Parameters whose states are views of ``flat``'s, in order.
 
     place: the first one's indices, of its group and in it. held: each parameter's ``state1``, to notice a new one.
+    rows: each parameter's memory, as one row.
     """
 
     place: tuple[int, int]
     parameters: list[Tensor]
     held: list[Tensor]
+    rows: list[Tensor]
     flat: dict[str, Any]
 
-    def is_stale(self, optimizer: Any) -> bool:
-        """Whether the states were replaced, as load_state_dict does."""
-        return any(optimizer.state[p].get("state1") is not s for p, s in zip(self.parameters, self.held, strict=True))
+    def is_stale(self, states: dict[int, dict[str, Any]]) -> bool:
+        """Whether states were replaced, as load_state_dict does, or parameters lie elsewhere. states: as for update."""
+        own = self._own(states)
+        return (
+            _addresses(self.parameters) != _addresses(self.rows)
+            or not all(map(Tensor.is_contiguous, self.parameters))
+            or (len(own) == len(self.held) and not all(map(is_, map(methodcaller("get", "state1"), own), self.held)))
+        )
 
-    def update(self, optimizer: Any) -> bool:
-        """One step of all, by the optimiser's own update_step; False, and nothing done, where they are not in step."""
-        states = [optimizer.state[parameter] for parameter in self.parameters]
-        steps, gradients = {state["step"] for state in states}, [p.grad for p in self.parameters if p.grad is not None]
-        if len(steps) > 1 or len(gradients) < len(states):
+    def _own(self, states: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+        return [states[one] for one in map(id, self.parameters) if one in states]
+
+    def update(self, optimizer: Any, states: dict[int, dict[str, Any]]) -> bool:
+        """One step of all, by the optimiser's own update_step; False, and nothing done, where they are not in step.
+
+        states: of all parameters that have a gradient, by id.
+        """
+        own = self._own(states)
+        steps = {state["step"] for state in own}
+        if len(steps) > 1 or len(own) < len(self.parameters):
             return False
-        weight = _flatten_dense_tensors(self.parameters)
-        weight.grad = _flatten_dense_tensors(gradients)
+        weight = torch.cat(self.rows)
+        weight.grad = _end_to_end([p.grad for p in self.parameters if p.grad is not None])
         self.flat["step"] = steps.pop()
         optimizer.state[weight] = self.flat
         try:
             optimizer.update_step(optimizer.param_groups[self.place[0]], weight, *self.place)
         finally:
             del optimizer.state[weight]
-        for state in states:
+        for state in own:
             state["step"] = self.flat["step"]
-        torch._foreach_copy_(self.parameters, _unflatten_dense_tensors(weight, self.parameters))
+        torch._foreach_copy_(self.rows, weight.split([row.numel() for row in self.rows]))
         return True
+
+
+def _end_to_end(tensors: list[Tensor]) -> Tensor:
+    """Tensors as one [n]: their own memory where they lie end to end, as a CUDA graph's gradients do, else a copy."""
+    first, held = tensors[0], tensors[0].untyped_storage()
+    begins = list(accumulate((tensor.nbytes for tensor in tensors), initial=first.data_ptr()))
+    end = begins.pop()
+    if (
+        _addresses(tensors) == begins
+        and end <= held.data_ptr() + held.nbytes()
+        and all(map(Tensor.is_contiguous, tensors))
+        and len({tensor.dtype for tensor in tensors}) == 1
+    ):
+        return first.as_strided(((end - begins[0]) // first.element_size(),), (1,))
+    return _flatten_dense_tensors(tensors)
+
+
+def _addresses(tensors: list[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
 
 
 @torch.no_grad()
@@ -165,28 +198,28 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         optimizer.check_overrides()
         optimizer.to_gpu()
         optimizer.initialized = True
-    places = {
-        parameter: (i, j)
+    places = [
+        (parameter, (i, j))
         for i, group in enumerate(optimizer.param_groups)
         for j, parameter in enumerate(group["params"])
         if parameter.grad is not None
-    }
-    new = [parameter for parameter in places if not optimizer.state[parameter]]
-    for parameter in new:
-        optimizer.init_state(optimizer.param_groups[places[parameter][0]], parameter, *places[parameter])
+    ]
+    states = {id(parameter): optimizer.state[parameter] for parameter, _ in places}  # tensors are slow to look up
+    new = [(parameter, place) for parameter, place in places if not states[id(parameter)]]
+    for parameter, (i, j) in new:
+        optimizer.init_state(optimizer.param_groups[i], parameter, i, j)
+        states[id(parameter)] = optimizer.state[parameter]
     buckets = optimizer._fastlm_buckets
-    if buckets is None or new or any(bucket.is_stale(optimizer) for bucket in buckets):
+    if buckets is None or new or any(bucket.is_stale(states) for bucket in buckets):
         buckets = optimizer._fastlm_buckets = list(_buckets(optimizer, places))
-    with _on_the_default_stream(places):
-        alone = dict(places)
-        for bucket in buckets:
-            if bucket.update(optimizer):
-                for parameter in bucket.parameters:
-                    del alone[parameter]
-        for parameter, (i, j) in alone.items():
+    with _on_the_default_stream(parameter for parameter, _ in places):
+        together = [bucket.parameters for bucket in buckets if bucket.update(optimizer, states)]
+        done = set(map(id, chain.from_iterable(together)))
+        alone = [(parameter, place) for parameter, place in places if id(parameter) not in done]
+        for parameter, (i, j) in alone:
             optimizer.prefetch_state(parameter)
             optimizer.update_step(optimizer.param_groups[i], parameter, i, j)
-    for parameter in {p.device: p for p in alone if _is_paged(optimizer.state[p])}.values():
+    for parameter in {p.device: p for p, _ in alone if _is_paged(states[id(p)])}.values():
         with torch.cuda.device_of(parameter):
             sync_gpu(parameter)
     return loss
@@ -214,10 +247,10 @@ def _on_the_default_stream(parameters: Iterable[Tensor]) -> Iterator[None]:
         torch.cuda.synchronize()
 
 
-def _buckets(optimizer: Any, places: dict[Tensor, tuple[int, int]]) -> Iterator[_Bucket]:
-    alike: dict[tuple[Any, ...], list[Tensor]] = {}
+def _buckets(optimizer: Any, places: list[tuple[Tensor, tuple[int, int]]]) -> Iterator[_Bucket]:
+    alike: dict[tuple[Any, ...], list[tuple[Tensor, tuple[int, int]]]] = {}
     manager = optimizer.mng  # per-parameter settings, for all optimisers of the process
-    for parameter, place in places.items():
+    for parameter, place in places:
         state = optimizer.state[parameter]
         whole = state["state1"].dtype != torch.uint8 or parameter.numel() % _BLOCK == 0
         settings = id(parameter) in manager.pid2config or place in manager.index2config
@@ -225,14 +258,14 @@ def _buckets(optimizer: Any, places: dict[Tensor, tuple[int, int]]) -> Iterator[
         known &= parameter.is_contiguous() and state["state1"].is_contiguous()  # kernels read memory as it lies
         if whole and known and not settings and not _is_paged(state) and parameter.numel() <= _TOGETHER:
             kind = (place[0], parameter.device, parameter.dtype, state["state1"].dtype, state["step"])
-            alike.setdefault(kind, []).append(parameter)
-    for parameters in alike.values():
-        some: list[Tensor] = []
-        for i, parameter in enumerate(parameters):
-            some.append(parameter)
-            if i + 1 == len(parameters) or sum(p.numel() for p in some) + parameters[i + 1].numel() > _BUCKET:
+            alike.setdefault(kind, []).append((parameter, place))
+    for group in alike.values():
+        some: list[tuple[Tensor, tuple[int, int]]] = []
+        for i, one in enumerate(group):
+            some.append(one)
+            if i + 1 == len(group) or sum(p.numel() for p, _ in some) + group[i + 1][0].numel() > _BUCKET:
                 if len(some) > 1:
-                    yield _lay_out(optimizer, places[some[0]], some)
+                    yield _lay_out(optimizer, some[0][1], [parameter for parameter, _ in some])
                 some = []
 
 
@@ -245,7 +278,8 @@ def _lay_out(optimizer: Any, place: tuple[int, int], parameters: list[Tensor]) -
         flat[name] = _flatten_dense_tensors(parts)
         for state, view in zip(states, _unflatten_dense_tensors(flat[name], parts), strict=True):
             state[name] = view
-    return _Bucket(place, parameters, [state["state1"] for state in states], flat)
+    rows = [parameter.detach().view(-1) for parameter in parameters]
+    return _Bucket(place, parameters, [state["state1"] for state in states], rows, flat)
 
 
 # --- the model

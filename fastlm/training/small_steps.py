@@ -110,7 +110,7 @@ def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> Prospect | No
     fewer, costs = min(limit, largest_size(int(TWICE * most))), costs_of(trainer, core)
     few = 0 if met is None else sum(count for size, count in met.items() if size and size.tokens <= fewer)
     if met is not None and few > met.total() / 2 and costs is not None:
-        state.graph_room = int(memory.MARGIN * costs.graphs(_usual(met, fewer), "recompute"))
+        state.graph_room = int(memory.MARGIN * costs.graphs(_usual(met, fewer, 0.99), "recompute"))
     return Prospect(graphs, met, fewer, costs)
 
 

@@ -24,6 +24,10 @@ SHAPES = ((16, 64), (64, 16), (100, 256), (7, 64), (64,), (300,), (4096, 2), (8,
 QUANTISED = "__bnb_optimizer_quant_state__"
 
 
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def parameters(dtype: torch.dtype, device: str = "cpu") -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(1)
     made = [torch.randn(shape, generator=generator).to(device, dtype) for shape in SHAPES]
@@ -54,7 +58,8 @@ def assert_same(first: Any, second: Any) -> None:
     """Parameters and states, bit for bit; names and shapes of the states."""
     expected, given = first.state_dict(), second.state_dict()
     assert expected["param_groups"] == given["param_groups"]
-    assert expected["state"].keys() == given["state"].keys() and len(given["state"]) == len(SHAPES)
+    count = sum(len(group["params"]) for group in first.param_groups)
+    assert expected["state"].keys() == given["state"].keys() and len(given["state"]) == count
     for index, states in expected["state"].items():
         others = given["state"][index]
         assert states.keys() == others.keys() and states["step"] == others["step"]
@@ -225,6 +230,58 @@ def test_buckets_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         parameter.grad = torch.ones_like(parameter)
     one.step()
     assert [len(bucket.parameters) for bucket in one._fastlm_buckets] == [2, 2]
+
+
+def test_gradients_that_lie_end_to_end_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    update = bitsandbytes.functional.optimizer_update_8bit_blockwise
+
+    def noted(name: str, g: torch.Tensor, p: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(g.data_ptr())
+        return update(name, g, p, *args, **kwargs)
+
+    monkeypatch.setattr(bitsandbytes.functional, "optimizer_update_8bit_blockwise", noted)
+    both = [[nn.Parameter(drawn(7, 64, 128)) for _ in range(3)] for _ in range(2)]
+    stock, ours = AdamW8bit(both[0], lr=0.1), AdamW8bit(both[1], lr=0.1)
+    without_stops(ours)
+    size = 64 * 128
+    for step, begins in enumerate([(0, 1, 2), (0, 2, 1), (0, 1, 3), (1, 2, 3)]):
+        flat = drawn(step, 4 * size)
+        whole = flat.clone()
+        for made in both:
+            for parameter, begin in zip(made, begins, strict=True):
+                parameter.grad = flat[begin * size : (begin + 1) * size].view(64, 128)
+        stock.step()
+        seen.clear()
+        ours.step()
+        assert_same(stock, ours)
+        in_place = [(pointer - flat.data_ptr()) / flat.element_size() / size for pointer in seen]
+        assert len(seen) == 1 and (in_place == [begins[0]]) == (step in (0, 3)) and torch.equal(flat, whole)
+
+
+def test_neighbours_in_memory_of_another_storage_are_copied() -> None:
+    memory = torch.arange(8, dtype=torch.float32)
+    first = torch.frombuffer(memory.numpy(), dtype=torch.float32, count=4)
+    second = torch.frombuffer(memory.numpy(), dtype=torch.float32, count=4, offset=16)
+    assert second.data_ptr() == first.data_ptr() + 16
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+    joined = optimizers._end_to_end([first, second])
+    assert joined.data_ptr() != first.data_ptr() and torch.equal(joined, memory)
+
+
+def test_parameters_that_moved_are_updated_where_they_are() -> None:
+    both = [[nn.Parameter(drawn(7, 64, 128)) for _ in range(3)] for _ in range(2)]
+    stock, ours = AdamW8bit(both[0], lr=0.1), AdamW8bit(both[1], lr=0.1)
+    without_stops(ours)
+    for step in range(4):
+        for made in both:
+            for i, parameter in enumerate(made):
+                parameter.grad = drawn(3 * step + i, 64, 128)
+            if step == 2:
+                made[1].data = made[1].data.clone()
+        stock.step()
+        ours.step()
+        assert_same(stock, ours)
 
 
 def test_settings_of_one_parameter_are_kept() -> None:

@@ -193,18 +193,34 @@ def test_policies_leave_room_for_graphs(tmp_path: Any, capsys: Any, monkeypatch:
     assert state is not None
     costs = costs_of(made, made.model.get_base_model())
     assert costs is not None
-    free = int(memory.MARGIN * costs.graphs(64, "recompute")) + memory.RESERVE + 10_000_000
+    free = int(memory.MARGIN * costs.graphs(128, "recompute")) + memory.RESERVE + 10_000_000
     gauge = memory._Gauge(allocated=100, peak=300, free=free)
     monkeypatch.setattr(memory, "_gauge", lambda *args, **kwargs: gauge)
     monkeypatch.setattr(small_steps, "free_bytes", lambda device: free)
     made.train()
-    assert state.graph_room == int(memory.MARGIN * costs.graphs(64, "recompute"))
+    assert state.graph_room == int(memory.MARGIN * costs.graphs(128, "recompute"))
     out = capsys.readouterr().out
     assert "and 0.5 GiB are free beside CUDA graphs" in out and "tokens run as CUDA graphs" in out
     large = runs.rows((300,) * 20 + (20,) * 4)  # most steps are past the limit
     other = runs.trainer(runs.model(), large, runs.config(tmp_path, max_steps=4, per_device_train_batch_size=2))
     other.train()
     assert state_of(other).graph_room == 0 and "free beside" not in capsys.readouterr().out  # type: ignore[union-attr]
+
+
+def test_the_room_is_for_99_of_100_steps(tmp_path: Any, capsys: Any, monkeypatch: Any) -> None:
+    """Steps without graphs take several times as long: one of ten was half of a run's time."""
+    rows = runs.rows((60,) * 50 + (200,) * 2)  # one pair in 13 has a long one
+    made = runs.trainer(runs.model(), rows, runs.config(tmp_path, max_steps=50, per_device_train_batch_size=2))
+    costs, state = costs_of(made, made.model.get_base_model()), state_of(made)
+    assert costs is not None and state is not None
+    room = int(memory.MARGIN * costs.graphs(320, "recompute"))
+    assert room > int(memory.MARGIN * costs.graphs(128, "recompute"))  # of nine steps of ten
+    free = room + memory.RESERVE + 10_000_000
+    monkeypatch.setattr(memory, "_gauge", lambda *args, **kwargs: memory._Gauge(allocated=100, peak=300, free=free))
+    monkeypatch.setattr(small_steps, "free_bytes", lambda device: free)
+    made.train()
+    assert state.graph_room == room
+    assert "steps of up to 320 tokens run as CUDA graphs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("room", "kept"), [(0.5, False), (1.1, True)])
