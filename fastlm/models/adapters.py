@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from transformers.utils import output_capturing
 
 from ..kernels.lora import Projection
 from ..kernels.nf4 import NF4Weight
@@ -57,10 +58,16 @@ def is_class_forward(module: nn.Module, bound: Any) -> bool:
 
 
 def runs_hooks(module: nn.Module) -> bool:
-    """Whether hooks of torch's are registered on this module itself."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    """Whether hooks of torch's are registered on this module itself, and do something in a call now."""
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    return bool(module._forward_hooks) and any(map(_acts, module._forward_hooks.values()))
+
+
+def _acts(hook: Any) -> bool:
+    """False for a hook that transformers leaves once a call has asked for hidden states, in calls that ask for none."""
+    theirs = getattr(hook, "__module__", None) == output_capturing.__name__
+    return not theirs or bool(output_capturing._active_collector.get())
 
 
 def global_hooks() -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .adapters import global_hooks, has_hooks
+from .adapters import global_hooks, has_hooks, runs_hooks
 from .checkpointing import policy_of
 
 __all__ = ["MOST_TRAINED", "Watched", "usual"]
@@ -84,7 +84,7 @@ class Watched:
     def unchanged(self, trained: list[Tensor]) -> bool:
         """Whether modules and hooks are what they were; trained: what ``trained`` says of now."""
         return (
-            not any(self._hooks)
+            not (any(self._hooks) and any(map(runs_hooks, self._modules)))
             and self._now() == (self._children, self._forwards)
             and bool(trained)
             and not any(tensor._backward_hooks for tensor in trained)

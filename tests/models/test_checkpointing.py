@@ -247,6 +247,23 @@ def test_what_a_hook_sees_takes_a_gradient_and_is_the_true_output(at):
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(seen, stock_seen, strict=True))
 
 
+def test_hidden_states_take_a_gradient_and_later_steps_are_ours_again(runs):
+    """transformers leaves the hooks that record them on the layers."""
+    results = []
+    for ours in (False, True):
+        model = tiny_model("llama").train()
+        if ours:
+            fastlm.patch(model)
+        enable_checkpointing(model)
+        hidden = model(torch.arange(3, 19)[None], output_hidden_states=True, use_cache=False).hidden_states
+        hidden[1].pow(2).mean().backward()
+        results.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert results[0].keys() == results[1].keys() and not runs and model.model.layers[0]._forward_hooks
+    assert all(torch.allclose(results[1][n], results[0][n], rtol=1e-4, atol=1e-7) for n in results[0])
+    step(model, lambda: 0.0, input_ids=torch.arange(3, 19)[None])
+    assert len(runs) == 2  # layers
+
+
 def test_a_mask_that_takes_a_gradient_gets_it():
     gradients = []
     for ours in (False, True):

@@ -469,6 +469,25 @@ def test_a_backbone_that_answers_with_a_tuple_runs_without() -> None:
     assert made.replays == 0
 
 
+def test_a_call_that_asks_for_hidden_states_is_the_only_one_without() -> None:
+    """transformers leaves its hooks on the layers, where they do nothing in calls that do not ask."""
+    stock, fast, made = pair()
+    made.plan([size_of(31, 5, 14)])
+    truth = loss_and_gradients(stock, alone(ROWS), COUNT)
+    assert_close(loss_and_gradients(fast, flattened(ROWS), COUNT), truth, 1e-5)
+    batch = alone(ROWS)[0]
+    theirs, ours = (model(**batch, output_hidden_states=True).hidden_states for model in (stock, fast))
+    assert len(ours) == len(theirs) == 3 and made.replays == 1
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert core_of(fast).base_model.layers[0]._forward_hooks
+    assert_close(loss_and_gradients(fast, flattened(ROWS), COUNT), truth, 1e-5)
+    assert made.replays == 2 and bound(fast).obstacle is None
+    with hooked(fast):
+        loss_and_gradients(fast, flattened(ROWS), COUNT)
+    assert made.replays == 2, "what acts still counts"
+
+
 def test_evaluation_generation_and_long_rows_run_without() -> None:
     stock, fast, _ = pair()
     made = bound(fast, limit=64)
