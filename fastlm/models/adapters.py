@@ -26,15 +26,15 @@ __all__ = [
 CASTS = "_fastlm_casts"  # on an adapted projection while a pass is captured (capture.py): A and B in its dtype
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module would run more than its class's forward, or ours.
+def has_hooks(module: nn.Module, idle: bool = True) -> bool:
+    """Whether calling the module would run more than its class's forward, or ours; idle: as for ``runs_hooks``.
 
     Moving its inputs to the GPU that its layer is on does not count: they are there.
     """
     if "_hf_hook" in module.__dict__:
-        return runs_hooks(module) or not _only_places(module)
+        return runs_hooks(module, idle) or not _only_places(module)
     own = module.__dict__.get("forward")
-    return runs_hooks(module) or (own is not None and not _is_plain_forward(module, own))
+    return runs_hooks(module, idle) or (own is not None and not _is_plain_forward(module, own))
 
 
 def _only_places(module: nn.Module) -> bool:
@@ -57,15 +57,19 @@ def is_class_forward(module: nn.Module, bound: Any) -> bool:
     return getattr(bound, "__func__", None) is type(module).forward
 
 
-def runs_hooks(module: nn.Module) -> bool:
-    """Whether hooks of torch's are registered on this module itself, and do something in a call now."""
+def runs_hooks(module: nn.Module, idle: bool = True) -> bool:
+    """Whether hooks of torch's are registered on this module itself.
+
+    idle: whether those count that do nothing now. transformers leaves hooks on the layers once a call has asked for
+    hidden states; they act in calls that ask, but not when such a call's layers are recomputed in backward: what is
+    decided anew there has to count them always.
+    """
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
-    return bool(module._forward_hooks) and any(map(_acts, module._forward_hooks.values()))
+    return bool(module._forward_hooks) and (idle or any(map(_acts, module._forward_hooks.values())))
 
 
 def _acts(hook: Any) -> bool:
-    """False for a hook that transformers leaves once a call has asked for hidden states, in calls that ask for none."""
     theirs = getattr(hook, "__module__", None) == output_capturing.__name__
     return not theirs or bool(output_capturing._active_collector.get())
 

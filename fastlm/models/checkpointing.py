@@ -126,7 +126,7 @@ def _trained(run: Any) -> list[nn.Parameter] | None:
     modules = [layer]
     while modules:  # a third faster than named_parameters, which every call would wait for
         module = modules.pop()
-        if runs_hooks(module):
+        if runs_hooks(module, idle=False):
             return None
         modules.extend(child for child in module._modules.values() if child is not None)
         trained.update((p, None) for p in module._parameters.values() if p is not None and p.requires_grad)

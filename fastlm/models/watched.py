@@ -56,7 +56,7 @@ class Watched:
         trained = self.trained()
         if "forward" in backbone.__dict__ and "_fastlm_graphs" not in backbone.__dict__:
             return "the backbone's forward was replaced by something else"
-        if any(has_hooks(module) for module in modules):
+        if any(has_hooks(module, idle=False) for module in modules):
             return "there are hooks inside its layers"
         if any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules):
             return "there is dropout inside its layers"
@@ -84,7 +84,7 @@ class Watched:
     def unchanged(self, trained: list[Tensor]) -> bool:
         """Whether modules and hooks are what they were; trained: what ``trained`` says of now."""
         return (
-            not (any(self._hooks) and any(map(runs_hooks, self._modules)))
+            not (any(self._hooks) and any(runs_hooks(module, idle=False) for module in self._modules))
             and self._now() == (self._children, self._forwards)
             and bool(trained)
             and not any(tensor._backward_hooks for tensor in trained)

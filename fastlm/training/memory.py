@@ -261,7 +261,8 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
         longer = min(longer, _LONGER) if one_process(trainer) else longer
         steps = _worst_moments(levels[1:], kept, norms, products, taken)
         needed = [int(longer * MARGIN * step) + RESERVE + aside for step in steps]
-    free = 0 if gauge is None else max(0, gauge.free - state.graph_room)
+    room = 0 if gauge is None else _graph_room(state, gauge.free, needed)
+    free = 0 if gauge is None else max(0, gauge.free - room)
     choice = 0 if gauge is None else agreed(trainer, sum(size < free for size in needed))  # they rise
     level = levels[choice]
     activations.levels = list(zip([0, *needed], levels, strict=False))
@@ -276,8 +277,14 @@ def _choose(trainer: Any, layers: list[Any], state: State, activations: Activati
             sizes += f", {in_words(least)} {needed[len(layers) - 1] / 2**30:.1f}"
         state.voice.say(
             f"activations are {in_words(level)}: keeping them takes up to {sizes}, "
-            f"and {free / 2**30:.1f} GiB are free" + " beside CUDA graphs" * bool(state.graph_room)
+            f"and {free / 2**30:.1f} GiB are free" + " beside CUDA graphs" * bool(room)
         )
+
+
+def _graph_room(state: State, free: int, needed: list[int]) -> int:
+    """Bytes to leave for CUDA graphs: for most steps, if some layers may keep something beside them."""
+    rooms = state.graph_rooms or (0,)
+    return next((room for room in rooms if needed and free - room > needed[0]), rooms[-1])
 
 
 def present_need(activations: Activations, count: int) -> int:

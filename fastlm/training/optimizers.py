@@ -113,7 +113,7 @@ def without_stops(optimizer: Any) -> None:
 
     known = isinstance(optimizer, Optimizer8bit) and type(optimizer).__module__.startswith("bitsandbytes.optim.")
     if known and "step" not in optimizer.__dict__:
-        optimizer._fastlm_buckets = None
+        optimizer._fastlm_buckets, optimizer._fastlm_groups = [], []
         optimizer.step = MethodType(torch.optim.Optimizer.profile_hook_step(_step), optimizer)
 
 
@@ -122,7 +122,7 @@ class _Bucket:
     """Parameters whose states are views of ``flat``'s, in order.
 
     place: the first one's indices, of its group and in it. held: each parameter's ``state1``, to notice a new one.
-    rows: each parameter's memory, as one row.
+    rows: each parameter's memory, as one row; that of one which is moved elsewhere is held until the next step.
     """
 
     place: tuple[int, int]
@@ -136,7 +136,7 @@ class _Bucket:
         own = self._own(states)
         return (
             _addresses(self.parameters) != _addresses(self.rows)
-            or not all(map(Tensor.is_contiguous, self.parameters))
+            or not all(p.is_contiguous() and p.dtype == self.rows[0].dtype for p in self.parameters)
             or (len(own) == len(self.held) and not all(map(is_, map(methodcaller("get", "state1"), own), self.held)))
         )
 
@@ -209,9 +209,11 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
     for parameter, (i, j) in new:
         optimizer.init_state(optimizer.param_groups[i], parameter, i, j)
         states[id(parameter)] = optimizer.state[parameter]
-    buckets = optimizer._fastlm_buckets
-    if buckets is None or new or any(bucket.is_stale(states) for bucket in buckets):
+    groups = [(id(group), len(group["params"])) for group in optimizer.param_groups]
+    buckets: list[_Bucket] = optimizer._fastlm_buckets
+    if new or groups != optimizer._fastlm_groups or any(bucket.is_stale(states) for bucket in buckets):
         buckets = optimizer._fastlm_buckets = list(_buckets(optimizer, places))
+        optimizer._fastlm_groups = groups
     with _on_the_default_stream(parameter for parameter, _ in places):
         together = [bucket.parameters for bucket in buckets if bucket.update(optimizer, states)]
         done = set(map(id, chain.from_iterable(together)))

@@ -31,6 +31,7 @@ __all__ = ["TWICE", "Prospect", "train", "training_step", "ways", "worthwhile"]
 _HOST = 0.006  # seconds in which the host launches a layer, forward and backward: 0.2 s for 32 (16-core server, H200)
 _SHARE = 0.65  # of the data sheet's TFLOP/s that products of some thousand rows reach
 TWICE = 0.75  # of these steps' tokens, where graphs run layers again that otherwise would not be: three passes, not two
+_SERVED = (0.99, 0.9)  # shares of the steps to be served where there is no memory for all, the first that fits
 _OTHERS = 100.0  # TFLOP/s of a GPU that is not in the table
 _DRAWS = 2000
 
@@ -55,7 +56,7 @@ def train(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any)
     """Trainer.train; however it ends, the graphs and their memory are gone."""
     state = state_of(trainer)
     if state is not None:
-        state.graphs, state.prospect, state.steps, state.graph_room = None, None, 0, 0
+        state.graphs, state.prospect, state.steps, state.graph_rooms = None, None, 0, ()
     try:
         return optimizers.train(original, trainer, *args, **kwargs)
     finally:
@@ -110,7 +111,8 @@ def _graphs(trainer: Any, state: State, inputs: dict[str, Any]) -> Prospect | No
     fewer, costs = min(limit, largest_size(int(TWICE * most))), costs_of(trainer, core)
     few = 0 if met is None else sum(count for size, count in met.items() if size and size.tokens <= fewer)
     if met is not None and few > met.total() / 2 and costs is not None:
-        state.graph_room = int(memory.MARGIN * costs.graphs(_usual(met, fewer, 0.99), "recompute"))
+        largest_of = [_usual(met, fewer, share) for share in _SERVED]
+        state.graph_rooms = tuple(int(memory.MARGIN * costs.graphs(size, "recompute")) for size in largest_of)
     return Prospect(graphs, met, fewer, costs)
 
 
@@ -122,7 +124,7 @@ def _bound(trainer: Any, state: State, prospect: Prospect) -> LayerGraphs | None
     policies = [policy_of(layer, core._fastlm_model.offload.on) for layer in layers]
     may_recompute = state.activations is not None and costs is not None
     for most, inside in ways(graphs.limit, prospect.fewer, policies, may_recompute):
-        for limit in dict.fromkeys((most, *(() if met is None else (_usual(met, most, 0.99), _usual(met, most))))):
+        for limit in dict.fromkeys((most, *(() if met is None else (_usual(met, most, share) for share in _SERVED)))):
             sizes = None if met is None else _expected(trainer, met, limit)
             if sizes == []:
                 continue
@@ -190,7 +192,7 @@ def _met(trainer: Any) -> Counter[Size | None] | None:
     return Counter(size_of(int(row.sum()), samples, int(row.max())) for row in drawn)
 
 
-def _usual(met: Counter[Size | None], limit: int, share: float = 0.9) -> int:
+def _usual(met: Counter[Size | None], limit: int, share: float) -> int:
     """Tokens that this share of the steps does not exceed, and no more than the limit."""
     return min(limit, int(np.quantile([size.tokens if size else limit for size in met.elements()], share)))
 

@@ -69,7 +69,7 @@ class State:
     twin: Any = None  # of the model, without weights, once somebody has counted what a step takes
     rate_set: bool = False  # embedding_learning_rate, in the trainer's own optimizer
     steps: int = 0  # micro-steps since train() was called
-    graph_room: int = 0  # bytes that are left for graphs where policies are chosen
+    graph_rooms: tuple[int, ...] = ()  # bytes to leave for graphs where policies are chosen: of most, of fewer steps
     prospect: Any = None  # small_steps.Prospect, from when graphs are known to be of use until policies are chosen
     graphs: Any = None  # models.graphs.LayerGraphs where small steps run so, False where not, None until it is known
 

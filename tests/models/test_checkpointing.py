@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor
+from transformers import LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+from transformers.utils.output_capturing import OutputRecorder
 
 import fastlm
 from fastlm.models import checkpointing
 from fastlm.models.layers import add_rms_norm
 from tests.models.batches import LAYOUTS, loss_and_gradients, samples, target_count
-from tests.tiny import FAMILIES, add_lora, enable_checkpointing, tiny_model
+from tests.tiny import FAMILIES, add_lora, enable_checkpointing, tiny_config, tiny_model
 
 ROWS = samples()
 COUNT = target_count(ROWS)
@@ -262,6 +265,29 @@ def test_hidden_states_take_a_gradient_and_later_steps_are_ours_again(runs):
     assert all(torch.allclose(results[1][n], results[0][n], rtol=1e-4, atol=1e-7) for n in results[0])
     step(model, lambda: 0.0, input_ids=torch.arange(3, 19)[None])
     assert len(runs) == 2  # layers
+
+
+class RecordingModel(modeling_llama.LlamaModel):
+    _can_record_outputs = modeling_llama.LlamaModel._can_record_outputs | {
+        "acts": OutputRecorder(None, class_name="act_fn")
+    }
+
+
+def test_what_is_recorded_inside_a_layer_is_computed_in_both_runs_alike():
+    """The hook acts in the first run only; a fused MLP in the second would save other tensors."""
+    results = []
+    for ours in (False, True):
+        model = LlamaForCausalLM(tiny_config("llama"))
+        torch.manual_seed(0)
+        model.model = RecordingModel(model.config)
+        if ours:
+            fastlm.patch(model.train())
+        enable_checkpointing(model)
+        acts = model.model(torch.arange(3, 19)[None], use_cache=False, output_acts=True)["acts"]
+        sum(one.pow(2).mean() for one in acts).backward()
+        results.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert len(acts) == 2 and results[0].keys() == results[1].keys() and len(results[0]) > 10
+    assert all(torch.allclose(results[1][n], results[0][n], rtol=1e-4, atol=1e-9) for n in results[0])
 
 
 def test_a_mask_that_takes_a_gradient_gets_it():

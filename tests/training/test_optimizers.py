@@ -269,19 +269,52 @@ def test_neighbours_in_memory_of_another_storage_are_copied() -> None:
     assert joined.data_ptr() != first.data_ptr() and torch.equal(joined, memory)
 
 
-def test_parameters_that_moved_are_updated_where_they_are() -> None:
-    both = [[nn.Parameter(drawn(7, 64, 128)) for _ in range(3)] for _ in range(2)]
-    stock, ours = AdamW8bit(both[0], lr=0.1), AdamW8bit(both[1], lr=0.1)
+def move_memory(optimizer: Any) -> None:
+    parameter = optimizer.param_groups[0]["params"][1]
+    parameter.data = parameter.data.clone()
+
+
+def transpose(optimizer: Any) -> None:
+    parameter = optimizer.param_groups[0]["params"][1]
+    parameter.data = parameter.data.t()
+
+
+def retype(optimizer: Any) -> None:
+    parameter = optimizer.param_groups[0]["params"][1]
+    parameter.data = parameter.data.view(torch.float16)
+    parameter.grad = parameter.grad.to(torch.float16)
+
+
+def move_to_other_group(optimizer: Any) -> None:
+    optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
+
+
+def drop_group(optimizer: Any) -> None:
+    del optimizer.param_groups[0]
+
+
+def reverse_groups(optimizer: Any) -> None:
+    optimizer.param_groups.reverse()
+
+
+CHANGES = [move_memory, transpose, retype, move_to_other_group, drop_group, reverse_groups]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_parameters_that_change_are_updated_as_they_are_now(change: Any) -> None:
+    dtype = torch.bfloat16 if change is retype else torch.float32
+    both = [[nn.Parameter(drawn(7, 64, 64).to(dtype)) for _ in range(6)] for _ in range(2)]
+    stock, ours = (AdamW8bit([{"params": one[:3], "lr": 0.1}, {"params": one[3:], "lr": 0.01}]) for one in both)
     without_stops(ours)
     for step in range(4):
-        for made in both:
+        for made, optimizer in zip(both, (stock, ours), strict=True):
             for i, parameter in enumerate(made):
-                parameter.grad = drawn(3 * step + i, 64, 128)
+                parameter.grad = drawn(6 * step + i, 64, 64).to(parameter.dtype)
             if step == 2:
-                made[1].data = made[1].data.clone()
-        stock.step()
-        ours.step()
-        assert_same(stock, ours)
+                change(optimizer)
+            optimizer.step()
+        for first, second in zip(*both, strict=True):
+            assert torch.equal(first, second), step
 
 
 def test_settings_of_one_parameter_are_kept() -> None:
