@@ -136,7 +136,8 @@ class _Bucket:
         own = self._own(states)
         return (
             _addresses(self.parameters) != _addresses(self.rows)
-            or not all(p.is_contiguous() and p.dtype == self.rows[0].dtype for p in self.parameters)
+            or not all(map(Tensor.is_contiguous, self.parameters))
+            or {parameter.dtype for parameter in self.parameters} != {self.rows[0].dtype}
             or (len(own) == len(self.held) and not all(map(is_, map(methodcaller("get", "state1"), own), self.held)))
         )
 
