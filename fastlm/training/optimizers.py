@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate
 from operator import attrgetter, is_, methodcaller
 from traceback import walk_tb
 from types import MethodType
@@ -31,6 +31,8 @@ _BUCKET = 2**24  # elements of one launch: bounds what the copies of its paramet
 _BLOCK = 256  # elements that share an absmax in bitsandbytes' 8-bit states
 _FLAT = {"state1", "state2", "absmax1", "absmax2"}
 _WALK = "_fastlm_walk"
+
+_Placed = tuple[Tensor, tuple[int, int]]  # a parameter; the indices of its group and in it
 
 
 def create_optimizer(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +201,7 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         optimizer.check_overrides()
         optimizer.to_gpu()
         optimizer.initialized = True
-    places = [
+    places: list[_Placed] = [
         (parameter, (i, j))
         for i, group in enumerate(optimizer.param_groups)
         for j, parameter in enumerate(group["params"])
@@ -216,8 +218,7 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
         buckets = optimizer._fastlm_buckets = list(_buckets(optimizer, places))
         optimizer._fastlm_groups = groups
     with _on_the_default_stream(parameter for parameter, _ in places):
-        together = [bucket.parameters for bucket in buckets if bucket.update(optimizer, states)]
-        done = set(map(id, chain.from_iterable(together)))
+        done = {id(one) for bucket in buckets if bucket.update(optimizer, states) for one in bucket.parameters}
         alone = [(parameter, place) for parameter, place in places if id(parameter) not in done]
         for parameter, (i, j) in alone:
             optimizer.prefetch_state(parameter)
@@ -250,8 +251,8 @@ def _on_the_default_stream(parameters: Iterable[Tensor]) -> Iterator[None]:
         torch.cuda.synchronize()
 
 
-def _buckets(optimizer: Any, places: list[tuple[Tensor, tuple[int, int]]]) -> Iterator[_Bucket]:
-    alike: dict[tuple[Any, ...], list[tuple[Tensor, tuple[int, int]]]] = {}
+def _buckets(optimizer: Any, places: list[_Placed]) -> Iterator[_Bucket]:
+    alike: dict[tuple[Any, ...], list[_Placed]] = {}
     manager = optimizer.mng  # per-parameter settings, for all optimisers of the process
     for parameter, place in places:
         state = optimizer.state[parameter]
@@ -263,7 +264,7 @@ def _buckets(optimizer: Any, places: list[tuple[Tensor, tuple[int, int]]]) -> It
             kind = (place[0], parameter.device, parameter.dtype, state["state1"].dtype, state["step"])
             alike.setdefault(kind, []).append((parameter, place))
     for group in alike.values():
-        some: list[tuple[Tensor, tuple[int, int]]] = []
+        some: list[_Placed] = []
         for i, one in enumerate(group):
             some.append(one)
             if i + 1 == len(group) or sum(p.numel() for p, _ in some) + group[i + 1][0].numel() > _BUCKET:

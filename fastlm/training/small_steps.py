@@ -124,7 +124,8 @@ def _bound(trainer: Any, state: State, prospect: Prospect) -> LayerGraphs | None
     policies = [policy_of(layer, core._fastlm_model.offload.on) for layer in layers]
     may_recompute = state.activations is not None and costs is not None
     for most, inside in ways(graphs.limit, prospect.fewer, policies, may_recompute):
-        for limit in dict.fromkeys((most, *(() if met is None else (_usual(met, most, share) for share in _SERVED)))):
+        limits = [most] if met is None else [most, *(_usual(met, most, share) for share in _SERVED)]
+        for limit in dict.fromkeys(limits):
             sizes = None if met is None else _expected(trainer, met, limit)
             if sizes == []:
                 continue

@@ -29,9 +29,14 @@ def _as_on_a_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         return
     run_again(monkeypatch)
     monkeypatch.setattr(small_steps, "_worthwhile", lambda core: 512)
-    monkeypatch.setattr(small_steps, "free_bytes", lambda device: 2**40)
-    gauge = memory._Gauge(allocated=100, peak=300, free=2**40)
+    leave(monkeypatch, 2**40)
+
+
+def leave(monkeypatch: pytest.MonkeyPatch, free: int, for_graphs: int | None = None) -> None:
+    """So many bytes are free when policies are chosen, and as many, or others, when graphs are."""
+    gauge = memory._Gauge(allocated=100, peak=300, free=free)
     monkeypatch.setattr(memory, "_gauge", lambda *args, **kwargs: gauge)
+    monkeypatch.setattr(small_steps, "free_bytes", lambda device: free if for_graphs is None else for_graphs)
 
 
 class Noted(runs.Recorder):
@@ -167,7 +172,7 @@ def test_graphs_recompute_where_only_some_layers_do(tmp_path: Any, capsys: Any, 
     state = state_of(before)
     assert state is not None
     free = state.activations.levels[1][0] + 1 + state.graph_rooms[0]
-    monkeypatch.setattr(memory, "_gauge", lambda *args, **kwargs: memory._Gauge(allocated=100, peak=300, free=free))
+    leave(monkeypatch, free, for_graphs=2**40)
     asked: list[tuple[str, ...]] = []
 
     def too_large(
@@ -194,9 +199,7 @@ def test_policies_leave_room_for_graphs(tmp_path: Any, capsys: Any, monkeypatch:
     costs = costs_of(made, made.model.get_base_model())
     assert costs is not None
     free = int(memory.MARGIN * costs.graphs(128, "recompute")) + memory.RESERVE + 10_000_000
-    gauge = memory._Gauge(allocated=100, peak=300, free=free)
-    monkeypatch.setattr(memory, "_gauge", lambda *args, **kwargs: gauge)
-    monkeypatch.setattr(small_steps, "free_bytes", lambda device: free)
+    leave(monkeypatch, free)
     made.train()
     assert state.graph_rooms == tuple(int(memory.MARGIN * costs.graphs(size, "recompute")) for size in (128, 64))
     out = capsys.readouterr().out
@@ -216,8 +219,7 @@ def test_the_room_is_for_99_of_100_steps(tmp_path: Any, capsys: Any, monkeypatch
     room = int(memory.MARGIN * costs.graphs(320, "recompute"))
     assert room > int(memory.MARGIN * costs.graphs(128, "recompute"))  # of nine steps of ten
     free = room + memory.RESERVE + 10_000_000
-    monkeypatch.setattr(memory, "_gauge", lambda *args, **kwargs: memory._Gauge(allocated=100, peak=300, free=free))
-    monkeypatch.setattr(small_steps, "free_bytes", lambda device: free)
+    leave(monkeypatch, free)
     made.train()
     assert state.graph_rooms[0] == room
     assert "steps of up to 320 tokens run as CUDA graphs" in capsys.readouterr().out
@@ -229,8 +231,7 @@ def test_the_room_is_for_nine_of_ten_where_more_leaves_nothing_to_keep(tmp_path:
     costs, state = costs_of(made, made.model.get_base_model()), state_of(made)
     assert costs is not None and state is not None
     free = int(memory.MARGIN * costs.graphs(320, "recompute")) + memory.RESERVE - 100_000
-    monkeypatch.setattr(memory, "_gauge", lambda *args, **kwargs: memory._Gauge(allocated=100, peak=300, free=free))
-    monkeypatch.setattr(small_steps, "free_bytes", lambda device: free)
+    leave(monkeypatch, free)
     made.train()
     assert state.activations.policy == "keep" and state.graphs.limit == 128 and state.graphs.recomputed
 
@@ -241,8 +242,7 @@ def test_policies_are_chosen_beside_that_room(room: float, kept: bool, tmp_path:
     state = state_of(before)
     assert state is not None and state.activations.policy == "keep" and state.graph_rooms[0] > 2**27
     keeping = state.activations.levels[-1][0]
-    gauge = memory._Gauge(allocated=100, peak=300, free=keeping + int(room * state.graph_rooms[0]))
-    monkeypatch.setattr(memory, "_gauge", lambda *args, **kwargs: gauge)
+    leave(monkeypatch, keeping + int(room * state.graph_rooms[0]), for_graphs=2**40)
     made, _ = run(tmp_path, runs.model(), max_steps=3)
     found = state_of(made)
     assert found is not None and (found.activations.policy == "keep") == kept
